@@ -29,11 +29,7 @@ _EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a regular file for reading; a pipe would block, and a device has no end.
-
-    Raises:
-        OSError: it cannot be opened, or is not a regular file, also if reached through a link.
-    """
+    """Open a regular file for reading; OSError for others, as a pipe would block, and a device has no end."""
     if stat.S_ISREG(os.stat(path).st_mode):  # checked first: merely opening a device can have effects
         file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         if stat.S_ISREG(os.fstat(file).st_mode):
@@ -44,27 +40,10 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """Return the bytes of a regular file, no more memory than it has being used.
-
-    Raises:
-        OSError: it cannot be opened, is not a regular file, or has more than `max_bytes`.
-    """
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > max_bytes:
-            raise OSError(errno.EFBIG, f"it must have at most {max_bytes:,} bytes", str(path))
-        return file.read()
-
-
 def read_text(path: str | Path, name: str, max_bytes: int) -> str:
     """Read UTF-8 text from a regular file, or from standard input if `path` is `-`.
 
-    Args:
-        name: of the argument, for error messages. max_bytes: maximum size.
-
-    Raises:
-        ValueError: naming the argument, if it is not a regular file, is larger than `max_bytes`, or is not UTF-8.
-        FileNotFoundError, IsADirectoryError, PermissionError: likewise naming the argument.
+    Errors name the argument, `name`: ValueError, FileNotFoundError, IsADirectoryError or PermissionError.
     """
     if str(path) == STDIN:
         if sys.stdin is None:
@@ -91,11 +70,7 @@ def read_text(path: str | Path, name: str, max_bytes: int) -> str:
 
 
 class ImageFileError(ValueError):
-    """Raised for a file that is not an image, is damaged, or is too large.
-
-    Attributes:
-        reason: the message without the file name.
-    """
+    """Raised for a file that is not an image, is damaged, or is too large; `reason` is the message without the file name."""
 
     def __init__(self, name: str, reason: str):
         super().__init__(f"{name} cannot be read: {reason}")
@@ -105,8 +80,7 @@ class ImageFileError(ValueError):
 def validate_png_chunks(file: BinaryIO) -> None:
     """Raise ValueError for a PNG with a part before its pixels that is larger than any use; Pillow would read it into memory.
 
-    Args:
-        file: of any format, open at its start, where it is again afterwards.
+    The file, of any format, is at the same place afterwards.
     """
     start = file.tell()
     if file.read(len(_PNG)) == _PNG:
@@ -126,8 +100,7 @@ def open_image(source: str | os.PathLike[str] | BinaryIO, name: str = "image") -
         source: a file's path, or an open file, which is not closed. name: of the argument, for the error message.
 
     Raises:
-        ImageFileError: naming the file, if it cannot be read, is not in one of `FORMATS` or has more than `MAX_PIXELS`
-            pixels. Any error in the block, which should only decode, is converted to it, too.
+        ImageFileError: for an image that cannot be used, and for any error in the block, which should only decode.
     """
     path = source if isinstance(source, str | os.PathLike) else None
     label = name if path is None else f"{name} {os.fspath(path)!r}"
@@ -156,10 +129,7 @@ def open_image(source: str | os.PathLike[str] | BinaryIO, name: str = "image") -
 
 
 def apply_orientation(image: Image.Image) -> Image.Image:
-    """Rotate and flip an image as its EXIF data says, which cameras do instead of turning the pixels.
-
-    Damaged EXIF data is ignored.
-    """
+    """Rotate and flip an image as its EXIF data says, which cameras do instead of turning the pixels, unless it is damaged."""
     image.load()  # so that damaged pixels are reported, and not taken for damaged EXIF data
     try:
         return ImageOps.exif_transpose(image)

@@ -6,29 +6,26 @@ Also loads pickled tensors and arrays as data only: no code in them is executed.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from vargen.reading import open_regular, read_bounded
+from vargen.folders.json_files import read_object
+from vargen.reading import open_regular
 from vargen.values import short_repr
 
 Shapes = dict[str, tuple[int, ...]]
-_MAX_INDEX = 2**26  # bytes
 MAX_LAYERS = 1000  # networks with more are rejected early: even constructing them without memory takes minutes
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # dtypes that a network can compute in, by their safetensors names
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """The header entry of a tensor: its shape, and its dtype by safetensors' name."""
 
     shape: tuple[int, ...]
@@ -42,8 +39,7 @@ def find_weight_files(folder: Path, stem: str, variant: str | None = None) -> li
     """Return the weight files of a network: one, or the shards that an index names. Capital letters make no difference.
 
     Args:
-        variant: part of the file names, for example "fp16", placed where diffusers places it. None: without, if there are such
-            files, else the only variant that there is.
+        variant: part of the file names, for example "fp16", as in diffusers. None: without, else the only one that there is.
     """
     listed = sorted(folder.iterdir()) if folder.is_dir() else []
     there = {file.name.lower(): file for file in listed} | {file.name: file for file in listed}  # the exact name counts first
@@ -73,11 +69,7 @@ def validate_weights(found: WeightHeader, expected: Shapes, where: str, dtypes: 
 
 
 def validate_dtypes(found: WeightHeader, where: str, dtypes: Mapping[str, str] | None = None) -> None:
-    """Raise ValueError naming the first tensor of a wrong dtype.
-
-    Args:
-        dtypes: the required dtype of each tensor; by default any of `FLOAT_DTYPES` is accepted.
-    """
+    """Raise ValueError naming the first tensor of another dtype than that in `dtypes`, by default `FLOAT_DTYPES`."""
     for name, info in found.items():
         allowed = FLOAT_DTYPES if dtypes is None else (dtypes[name],)
         if info.dtype not in allowed:
@@ -109,12 +101,10 @@ def validate_layer_counts(
 
 def read_index(index: Path) -> dict[str, str]:
     """Return the file of each tensor by an index of weight files; all must be in its own folder."""
-    try:
-        weight_map = dict(json.loads(read_bounded(index, _MAX_INDEX))["weight_map"])
-        outside = [name for name in weight_map.values() if Path(name).name != name]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} is not an index of weight files ({error!r}); fetch it again") from error
-    if outside:
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{index} is not an index of weight files; fetch it again")
+    if outside := [name for name in weight_map.values() if Path(name).name != name]:
         raise ValueError(f"{index} names {outside[0]!r}, which is not a file beside it")
     return weight_map
 
@@ -130,18 +120,27 @@ def read_header(file: Path) -> WeightHeader:
         raise ValueError(f"{file} is missing, damaged or not a safetensors file ({error}); fetch it again") from error
 
 
-def validate_shapes(found: Shapes, expected: Shapes, where: str, ignore: Iterable[str] = ()) -> None:
+def read_headers(files: Iterable[Path]) -> tuple[WeightHeader, dict[str, Path]]:
+    """Return the tensors of several files, and the file that holds each of them."""
+    header: WeightHeader = {}
+    places: dict[str, Path] = {}
+    for file in files:
+        found = read_header(file)
+        if twice := header.keys() & found.keys():
+            name = min(twice)
+            raise ValueError(f"{file} holds {name}, which is also in {places[name]}; download the folder again")
+        header |= found
+        places |= dict.fromkeys(found, file)
+    return header, places
+
+
+def validate_shapes(found: Shapes, expected: Shapes, where: str) -> None:
     """Raise ValueError naming missing and unexpected tensors and those of another shape."""
     problems = [f"missing: {_names(expected.keys() - found.keys())}"] if expected.keys() - found.keys() else []
-    extra = found.keys() - expected.keys() - set(ignore)
-    if extra:
+    if extra := found.keys() - expected.keys():
         problems.append(f"unexpected: {_names(extra)}")
-    wrong = [
-        f"{key} is {list(found[key])}, expected {list(shape)}"
-        for key, shape in expected.items()
-        if key in found and found[key] != shape
-    ]
-    if wrong:
+    misshapen = [key for key, shape in expected.items() if found.get(key, shape) != shape]
+    if wrong := [f"{key} is {list(found[key])}, expected {list(expected[key])}" for key in misshapen]:
         problems.append(f"{len(wrong)} of another shape: " + "; ".join(wrong[:3]) + (" ..." if len(wrong) > 3 else ""))
     if problems:
         raise ValueError(f"the weights in {where} do not fit the model. " + ". ".join(problems))

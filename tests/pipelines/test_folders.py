@@ -187,7 +187,7 @@ SPOILT: list[tuple[str, Spoil, str]] = [
     ("class", config("vqvae", encoder_ch_mult=[1] * 50_000), "50000 numbers in encoder_ch_mult, but .* hold 2"),
     ("class", config("vqvae", decoder_ch_mult=[1] * 50_000), "50000 numbers in decoder_ch_mult, but .* hold 2"),
     ("class", replace_weights, "n_layer: 100000, but the weights in its folder hold 0"),
-    *(("class", config("transformer", grid_size=grid), rf"grid_size must be a whole number from 1 to 256, got {grid!r}")
+    *(("class", config("transformer", grid_size=grid), rf"grid_size: {grid!r}, expected a whole number from 1 to 256")
       for grid in (257, 4.5, True)),
     ("t5", config("text_encoder", model_type="clip"), r"text_encoder.config\.json has model_type: 'clip', expected 't5'"),
     # Tokenizers.
@@ -417,9 +417,9 @@ KINDS |= {ImageTextModel.__name__: ImageTextModel}
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_field_is_checked(name: str, tmp_path: Path, monkeypatch: Any) -> None:
-    header = networks.read_header(ROOT / name / WEIGHTS)
+    headers = networks.read_headers([ROOT / name / WEIGHTS])
     monkeypatch.setattr(networks, "find_weight_files", lambda *_: [ROOT / name / WEIGHTS])
-    monkeypatch.setattr(networks, "read_header", lambda _: header)
+    monkeypatch.setattr(networks, "read_headers", lambda _: headers)
     held = json.loads((ROOT / name / "config.json").read_text("utf-8"))
     kind = KINDS[held["_class_name"]]
     NetworkFolder(ROOT / name, kind)

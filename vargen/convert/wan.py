@@ -25,7 +25,7 @@ from vargen.convert.state_dicts import (
     require_shape,
 )
 from vargen.folders.networks import NetworkFolder
-from vargen.folders.tokenizers import choose_class, validate_tokenizer_files
+from vargen.folders.tokenizers import TokenizerFolder, choose_class
 from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.text_encoder import TEXT_ENCODERS
 from vargen.models.tokenizers.video_vae import AutoencoderKLWan
@@ -247,6 +247,5 @@ def _detect_text_encoder(state: State, file: Path) -> dict[str, Any]:
 def _read_tokenizer(place: Path) -> WanPart:
     import transformers
 
-    validate_tokenizer_files(place, "T5Tokenizer")
-    name = choose_class(place, "T5TokenizerFast", "PreTrainedTokenizerFast")
-    return WanPart(getattr(transformers, name), {}, partial(copytree, place))
+    found = TokenizerFolder(place, choose_class(place, "T5TokenizerFast", "PreTrainedTokenizerFast"))
+    return WanPart(getattr(transformers, found.class_name), {}, partial(copytree, place))

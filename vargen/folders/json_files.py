@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vargen.reading import read_bounded
-from vargen.values import parse_float, short_repr
+from vargen.reading import open_regular
+from vargen.values import parse_float, parse_int, short_repr
 
 INCOMPLETE = "the folder is incomplete, download or convert it again"
 # Configuration keys that make the library fetch or run code: remote classes of transformers and diffusers, and kernels from
@@ -26,14 +25,60 @@ _MAX_JSON, _MAX_VALUES = 2**26, 2**22  # bytes of a JSON file, and values in it
 _LONGEST = 1000  # characters of a text
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """Read the object in a JSON file."""
+def expect(fits: bool, name: str, value: Any, file: Path, expected: str) -> None:
+    """Raise ValueError naming the file and the setting, unless its value fits."""
+    if not fits:
+        raise ValueError(f"{file} has {name}: {short_repr(value)}, expected {expected}")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The values that a setting may have: a test, and what it accepts in words."""
+
+    fits: Callable[[Any], bool]
+    expected: str
+
+
+BOOL = Kind(lambda value: isinstance(value, bool), "true or false")
+TEXT = Kind(lambda value: isinstance(value, str) and len(value) <= _LONGEST, f"text of at most {_LONGEST} characters")
+
+
+def number(least: float, most: float) -> Kind:
+    """Finite numbers from `least` to `most`."""
+
+    def fits(value: Any) -> bool:
+        found = parse_float(value)
+        return found is not None and least <= found <= most
+
+    return Kind(fits, f"a number from {least:g} to {most:g}")
+
+
+def whole(least: int, most: int) -> Kind:
+    """Whole numbers from `least` to `most`."""
+    return Kind(lambda value: parse_int(value, least, most) is not None, f"a whole number from {least} to {most}")
+
+
+def choice(*allowed: str) -> Kind:
+    """One of these texts."""
+    return Kind(lambda value: value in allowed, f"one of {', '.join(allowed)}")
+
+
+def read_data(file: Path, most: int) -> bytes:
+    """Return the content of a regular file of at most `most` bytes."""
     if not file.is_file():
         raise ValueError(f"{file} is missing; {INCOMPLETE}")
+    if file.stat().st_size > most:
+        raise ValueError(f"{file} must have at most {most:,} bytes")
     try:
-        data = read_bounded(file, _MAX_JSON)
+        with open_regular(file) as opened:
+            return opened.read()
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Read the object in a JSON file."""
+    data = read_data(file, _MAX_JSON)
     if sum(data.count(mark) for mark in (b"[", b"{", b",")) > _MAX_VALUES:
         raise ValueError(f"{file} must hold at most {_MAX_VALUES:,} values")
     try:
@@ -61,26 +106,12 @@ def read_config(file: Path) -> dict[str, Any]:
     return config
 
 
-def pick_values(values: Mapping[str, Any], kinds: Mapping[str, type], file: Path) -> dict[str, Any]:
-    """Return those values that are listed in `kinds` and are not null."""
-    found = {}
-    for name, kind in kinds.items():
-        value = values.get(name)
-        if value is None:
-            continue
-        number = kind is float and parse_float(value) is not None
-        if not number and (not isinstance(value, kind) or (kind is not bool and isinstance(value, bool))):
-            what = {bool: "true or false", float: "a number", int: "a whole number", str: "text", list: "a list"}[kind]
-            raise ValueError(f"{file} has {name}: {short_repr(value)}, expected {what}")
-        found[name] = value
+def pick_values(values: Mapping[str, Any], kinds: Mapping[str, Kind], file: Path) -> dict[str, Any]:
+    """Return those values that are listed in `kinds` and are not null, each of which must fit."""
+    found = {name: values[name] for name in kinds if values.get(name) is not None}
+    for name, value in found.items():
+        expect(kinds[name].fits(value), name, value, file, kinds[name].expected)
     return found
-
-
-def validate_string(value: Any, file: Path, name: str) -> str:
-    """Return a text of bounded length; ValueError naming the file and the key for anything else."""
-    if not isinstance(value, str) or len(value) > _LONGEST:
-        raise ValueError(f"{file} has {name}: {short_repr(value)}, expected text of at most {_LONGEST} characters")
-    return value
 
 
 def one_line(error: BaseException) -> str:
@@ -91,16 +122,8 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= 300 else f"{text[:296]} ..."
 
 
-@contextmanager
-def private_folder(files: Mapping[str, Path | Mapping[str, Any]]) -> Iterator[Path]:
-    """Yield a temporary folder with nothing but these files: links to files, or JSON files with given values."""
-    with tempfile.TemporaryDirectory(prefix="vargen-") as place:
-        fill_folder(Path(place), files)
-        yield Path(place)
-
-
 def fill_folder(folder: Path, files: Mapping[str, Path | Mapping[str, Any]]) -> None:
-    """Write files as `private_folder` describes."""
+    """Write files by name: links to files, or JSON files with given values."""
     for name, source in files.items():
         if not isinstance(source, Path):
             (folder / name).write_text(json.dumps(source), "utf-8")

@@ -17,13 +17,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vargen.folders.json_files import read_config
-from vargen.values import parse_float, parse_int, short_repr
+from vargen.folders.json_files import BOOL, TEXT, Kind, expect, number, read_config, whole
 from vargen.weight_files import (
     MAX_LAYERS,
-    WeightHeader,
     find_weight_files,
-    read_header,
+    read_headers,
     validate_layer_counts,
     validate_weights,
 )
@@ -94,15 +92,10 @@ class NetworkFolder:
                 "with weight_format='int8'"
             )
         self.files = find_weight_files(folder, WEIGHTS_STEM, variant)
-        header: WeightHeader = {}
-        for each in self.files:
-            found = read_header(each)
-            if twice := header.keys() & found.keys():
-                raise ValueError(f"{each} holds {min(twice)}, which is also in another file; download the folder again")
-            header |= found
+        header, _ = read_headers(self.files)
         validate_layer_counts(header, self._values, getattr(network_class, "layer_prefixes", {}), file)
+        _validate_config(network_class, self._values, file)
         try:
-            validate_config(network_class, self._values)
             with torch.device("meta"), SkipInit():
                 self.network = self.build().eval()
         except Exception as error:
@@ -134,15 +127,14 @@ class NetworkFolder:
 # -- configurations -------------------------------------------------------------------------------------------------------
 
 
-def validate_config(network_class: type, config: Mapping[str, Any]) -> None:
+def _validate_config(network_class: type, config: Mapping[str, Any], file: Path) -> None:
     """Validate a configuration against the argument types of a network's class, without building the network."""
     for name, hint in _argument_types(network_class).items():
-        if name not in config:
+        types = get_args(hint) if NoneType in get_args(hint) else (hint,)
+        kind = _find_kind(name, types[0])
+        if name not in config or kind is None or (config[name] is None and NoneType in types):
             continue
-        value, types = config[name], get_args(hint) if NoneType in get_args(hint) else (hint,)
-        allowed = None if value is None and NoneType in types else _find_violation(name, value, types[0])
-        if allowed is not None:
-            raise ValueError(f"{name} must be {allowed}{' or null' if NoneType in types else ''}, got {short_repr(value)}")
+        expect(kind.fits(config[name]), name, config[name], file, kind.expected + " or null" * (NoneType in types))
 
 
 @cache
@@ -150,25 +142,18 @@ def _argument_types(network_class: type) -> dict[str, Any]:
     return get_type_hints(network_class.__init__)  # type: ignore[misc]
 
 
-def _find_violation(name: str, value: Any, hint: Any) -> str | None:
-    """Return what a value must be if it is not valid, else None."""
-    if hint is bool:
-        return None if isinstance(value, bool) else "true or false"
-    if hint is str:
-        return None if isinstance(value, str) else "text"
-    if hint is float:
-        minimum, maximum = _FLOAT_LIMITS.get(name, (-1e9, 1e9))
-        number = parse_float(value)
-        return None if number is not None and minimum <= number <= maximum else f"a number from {minimum:g} to {maximum:g}"
-    minimum, maximum = _INTEGER_LIMITS.get(name, (1, _MAX_SIZE))
-    if hint is int:
-        return None if parse_int(value, minimum, maximum) is not None else f"a whole number from {minimum} to {maximum}"
+def _find_kind(name: str, hint: Any) -> Kind | None:
+    """Return the values that an argument may have; None for a choice of texts, which the class itself validates."""
+    each = whole(*_INTEGER_LIMITS.get(name, (1, _MAX_SIZE)))
+    if hint in (bool, str, int, float):
+        return {bool: BOOL, str: TEXT, int: each, float: number(*_FLOAT_LIMITS.get(name, (-1e9, 1e9)))}[hint]
     if get_origin(hint) is None or int not in get_args(hint):
-        return None  # a string choice, which the class itself validates
-    fits = isinstance(value, list | tuple) and 1 <= len(value) <= _MAX_LENGTH
-    if fits and all(parse_int(each, minimum, maximum) is not None for each in value):
         return None
-    return f"a list of 1 to {_MAX_LENGTH} whole numbers from {minimum} to {maximum}"
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, list | tuple) and 1 <= len(value) <= _MAX_LENGTH and all(map(each.fits, value))
+
+    return Kind(fits, f"a list of 1 to {_MAX_LENGTH} times {each.expected}")
 
 
 def config_value(config: Any, setting: str) -> Any:

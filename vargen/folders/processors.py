@@ -10,18 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from vargen.folders.json_files import one_line, pick_values, read_config, validate_string
-from vargen.folders.tokenizers import choose_class, load_tokenizer, report_panics
-from vargen.reading import read_bounded
-from vargen.values import parse_float, parse_int, short_repr
+from vargen.folders.json_files import BOOL, TEXT, Kind, expect, one_line, pick_values, read_config, read_data, whole
+from vargen.folders.tokenizers import load_tokenizer, report_panics
+from vargen.values import parse_float
 
 _IMAGE_SETTINGS = (
     "do_resize size resample do_rescale rescale_factor do_normalize image_mean image_std do_convert_rgb do_pad min_size "
     "background_color min_pixels max_pixels spatial_factor do_center_crop crop_size patch_size temporal_patch_size merge_size"
 ).split()
-_SETTINGS = {"image_seq_length": int, "use_default_system_prompt": bool}  # of processors, beside their parts and templates
+_SETTINGS = {"image_seq_length": whole(0, 2**16), "use_default_system_prompt": BOOL}  # beside parts and templates
 _MAX_SETTING = 2**31
-_MAX_IMAGE_TOKENS = 2**16
 
 _MAX_TEMPLATE = 2**16  # characters
 _MARK, _ROOM = "%prompt%", "\t"
@@ -62,13 +60,11 @@ def load_processor(folder: Path, model: ProcessorClasses) -> Any:
 def _build_processor(folder: Path, model: ProcessorClasses) -> Any:
     import transformers
 
-    tokenizer = load_tokenizer(folder, choose_class(folder, *model.tokenizer_names))
+    tokenizer = load_tokenizer(folder, *model.tokenizer_names)
     file = folder / "processor_config.json"
     settings = read_config(file) if file.is_file() else {}
     _refuse_other_processor(settings, file, model)
     values = pick_values(settings, _SETTINGS, file)
-    if parse_int(values.get("image_seq_length", 0), 0, _MAX_IMAGE_TOKENS) is None:
-        raise ValueError(f"{file} has image_seq_length: {values['image_seq_length']}, expected at most {_MAX_IMAGE_TOKENS}")
     template = None
     if model.uses_template:
         template = reduce_template(*_find_template(folder, settings), tokenizer.special_tokens_map)
@@ -86,23 +82,20 @@ def _read_image_settings(folder: Path, settings: Mapping[str, Any], model: Proce
     if not isinstance(values, dict):
         return {}
     _refuse_other_processor(values, file, model)
-    return {name: _validate_setting(name, values[name], file) for name in _IMAGE_SETTINGS if values.get(name) is not None}
+    return pick_values(values, dict.fromkeys(_IMAGE_SETTINGS, Kind(_holds_numbers, "numbers of usual size")), file)
 
 
 def _refuse_other_processor(values: Mapping[str, Any], file: Path, model: ProcessorClasses) -> None:
     """Raise ValueError for a file of another model's processor."""
     named = values.get("processor_class")
-    if named is not None and named != model.processor_name:
-        raise ValueError(f"{file} has processor_class: {short_repr(named)}, expected {model.processor_name!r}")
+    expect(named in (None, model.processor_name), "processor_class", named, file, repr(model.processor_name))
 
 
-def _validate_setting(name: str, value: Any, file: Path) -> Any:
-    """Return a number, a truth value, or a list or mapping of numbers."""
+def _holds_numbers(value: Any) -> bool:
+    """Whether it is a number, a truth value, or a list or mapping of at most 16 of them."""
     each: list[Any] = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else [value]
     numbers = [parse_float(number) for number in each if not isinstance(number, bool)]
-    if len(each) > 16 or any(number is None or abs(number) > _MAX_SETTING for number in numbers):
-        raise ValueError(f"{file} has {name}: {short_repr(value)}, expected numbers of usual size")
-    return value
+    return len(each) <= 16 and all(number is not None and abs(number) <= _MAX_SETTING for number in numbers)
 
 
 # -- chat templates -------------------------------------------------------------------------------------------------------
@@ -112,16 +105,12 @@ def _find_template(folder: Path, settings: Mapping[str, Any]) -> tuple[str, Path
     """Return the text of a folder's chat template and the file that holds it."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        try:
-            return read_bounded(file, 4 * _MAX_TEMPLATE).decode("utf-8", "replace"), file
-        except OSError as error:
-            raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
+        return read_data(file, 4 * _MAX_TEMPLATE).decode("utf-8", "replace"), file
     for name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
         file = folder / name
         found = read_config(file).get("chat_template") if file.is_file() else None
         if found is not None:
-            if not isinstance(found, str):
-                raise ValueError(f"{file} has chat_template: {short_repr(found)}, expected text")
+            expect(isinstance(found, str), "chat_template", found, file, "text")
             return found, file
     raise ValueError(f"{folder / 'chat_template.jinja'} is missing; download the folder again")
 
@@ -148,8 +137,9 @@ def reduce_template(text: str, file: Path, tokens: Mapping[str, Any]) -> str:
         raise ValueError(f"{file} must show the text of a message once")
     before, _, after = shown.partition(_MARK)
     trims = not (before.endswith(_ROOM) and after.startswith(_ROOM))
-    before, after = before.removesuffix(_ROOM), after.removeprefix(_ROOM)
-    parts = validate_string(before, file, "text before a prompt"), validate_string(after, file, "text after a prompt")
+    parts = before.removesuffix(_ROOM), after.removeprefix(_ROOM)
+    for part in parts:
+        expect(TEXT.fits(part), "text beside a prompt", part, file, TEXT.expected)
     shown_text = "part['text'] | trim" if trims else "part['text']"
     loops = "{% for message in messages %}{% for part in message['content'] %}"
     return f"{loops}{{{{ {parts[0]!a} }}}}{{{{ {shown_text} }}}}{{{{ {parts[1]!a} }}}}{{% endfor %}}{{% endfor %}}"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,16 +17,22 @@ from typing import Any
 
 from vargen.compat import installed_version, is_panic
 from vargen.folders.json_files import (
+    BOOL,
     INCOMPLETE,
+    TEXT,
+    Kind,
+    choice,
+    expect,
+    fill_folder,
+    number,
     one_line,
     pick_values,
-    private_folder,
     read_config,
+    read_data,
     read_object,
-    validate_string,
+    whole,
 )
-from vargen.reading import open_regular
-from vargen.values import parse_int, short_repr
+from vargen.values import short_repr
 
 # Files with the vocabulary of a tokenizer, any one of which suffices; the others by class name.
 _TOKENIZER_FILE = "tokenizer.json"
@@ -49,19 +56,37 @@ _PARTS = {
     "decoder": "Sequence BPEDecoder ByteFallback ByteLevel Fuse Metaspace Replace Strip WordPiece",
     "model": "BPE Unigram WordLevel WordPiece",
 }
-_MAX_ID = 2**21  # vocabularies have at most a few hundred thousand tokens
+_ID = whole(0, 2**21)  # vocabularies have at most a few hundred thousand tokens
 _MAX_ADDED, _MAX_ADDED_TEXT = 2**16, 1000  # added tokens, and characters of one
 _MAX_GROWTH = 64  # characters of the normalized text per character of the prompt, and tokens that a template adds
 _MAX_PATTERN = 10_000  # characters of a regular expression
-_MAX_EXTRA_IDS = 1000
+_PADDING = whole(0, 2**16)  # tokens
 
 _MODEL_TOKENS = "image_token boi_token eoi_token image_wrapper_token eof_token grid_bos_token grid_eos_token".split()
 _TOKENS = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token".split() + _MODEL_TOKENS
+
+
+def _is_token(value: Any) -> bool:
+    """Whether it is a special token: text, or an object of text and flags."""
+    if not isinstance(value, dict):
+        return TEXT.fits(value)
+    flags = "single_word lstrip rstrip normalized special".split()
+    known = {*value} <= {"content", "__type", *flags} and value.get("__type", "AddedToken") == "AddedToken"
+    return known and all(isinstance(value.get(each, False), bool) for each in flags) and TEXT.fits(value.get("content"))
+
+
+_TOKEN = Kind(_is_token, "a token, which is text, or an object of text and flags")
 _FLAGS = (
     "add_bos_token add_eos_token add_prefix_space clean_up_tokenization_spaces do_lower_case legacy split_special_tokens "
     "strip_accents tokenize_chinese_chars"
 ).split()
-_SIDES = ("padding_side", "truncation_side")
+_SETTINGS = {
+    **dict.fromkeys(_TOKENS, _TOKEN),
+    **dict.fromkeys(_FLAGS, BOOL),
+    **dict.fromkeys(("padding_side", "truncation_side"), choice("left", "right")),
+    "model_max_length": number(0, 2**100),
+    "extra_ids": whole(0, 1000),
+}
 
 
 class TokenizerFolder:
@@ -74,7 +99,19 @@ class TokenizerFolder:
 
     def __init__(self, folder: Path, class_name: str):
         self.folder, self.class_name = folder, class_name
-        self._files, self._settings = validate_tokenizer_files(folder, class_name)
+        names = (_TOKENIZER_FILE, *_VOCABULARY_FILES.get(class_name.removesuffix("Fast"), ()))
+        if not any((folder / name).is_file() for name in names):
+            others = "".join(f", and so is {name}" for name in names[1:])
+            raise ValueError(f"{folder / names[0]} is missing{others}; {INCOMPLETE}")
+        self._files: dict[str, Path | dict[str, Any]] = {}  # with the vocabulary, JSON as it was read
+        for name in [name for name in names if (folder / name).is_file()]:
+            for file in (folder / each for each in (name, *_MORE_FILES.get(name, ()))):
+                self._files[file.name] = read_object(file) if file.suffix == ".json" else file
+                if file.suffix != ".json" and not read_data(file, _MAX_BYTES).strip():
+                    raise ValueError(f"{file} is empty and must hold a vocabulary; {INCOMPLETE}")
+        if (content := self._files.get(_TOKENIZER_FILE)) is not None:
+            _validate_parts(content, folder / _TOKENIZER_FILE)
+        self._settings = _read_settings(folder)
 
     def load(self) -> Any:
         """Load the tokenizer. ImportError if the package that reads its vocabulary is not installed."""
@@ -86,13 +123,14 @@ class TokenizerFolder:
         tokenizer_class: Any = getattr(transformers, self.class_name)
         # Without it, transformers guesses a class from the path, and warns: T5's where a temporary folder's name contains "t5".
         own = {"tokenizer_config.json": {"tokenizer_class": self.class_name}}
-        with private_folder({**self._files, **own}) as copy, report_panics(self.folder):
+        with tempfile.TemporaryDirectory(prefix="vargen-") as copy, report_panics(self.folder):
+            fill_folder(Path(copy), {**self._files, **own})
             return tokenizer_class.from_pretrained(copy, local_files_only=True, trust_remote_code=False, **self._settings)
 
 
-def load_tokenizer(folder: Path, class_name: str) -> Any:
-    """Check and load a tokenizer; arguments as of `TokenizerFolder`."""
-    return TokenizerFolder(folder, class_name).load()
+def load_tokenizer(folder: Path, *allowed: str) -> Any:
+    """Check and load a tokenizer of one of the allowed classes; see `choose_class`."""
+    return TokenizerFolder(folder, choose_class(folder, *allowed)).load()
 
 
 def choose_class(folder: Path, *allowed: str) -> str:
@@ -101,29 +139,14 @@ def choose_class(folder: Path, *allowed: str) -> str:
     Names with and without `Fast`, and the new name of `PreTrainedTokenizerFast`, mean the same class. The classes of
     transformers 5 build a tokenizer of their own kind, whatever its tokenizer.json says; the general class follows the file.
     """
+    if len(allowed) == 1:
+        return allowed[0]
     if int((installed_version("transformers") or "0").split(".")[0]) >= 5 and (folder / _TOKENIZER_FILE).is_file():
         return "PreTrainedTokenizerFast"
     file = folder / "tokenizer_config.json"
     given = str(read_config(file).get("tokenizer_class")) if file.is_file() else ""
     given = {"TokenizersBackend": "PreTrainedTokenizerFast"}.get(given, given)
     return next((each for each in allowed if given.removesuffix("Fast") == each.removesuffix("Fast")), allowed[0])
-
-
-def validate_tokenizer_files(folder: Path, class_name: str) -> tuple[dict[str, Path | dict[str, Any]], dict[str, Any]]:
-    """Validate the files of a tokenizer; return those with its vocabulary by name, JSON as it was read, and the settings."""
-    names = (_TOKENIZER_FILE, *_VOCABULARY_FILES.get(class_name.removesuffix("Fast"), ()))
-    if not any((folder / name).is_file() for name in names):
-        others = "".join(f", and so is {name}" for name in names[1:])
-        raise ValueError(f"{folder / names[0]} is missing{others}; {INCOMPLETE}")
-    found: dict[str, Path | dict[str, Any]] = {}
-    for name in names:
-        if (folder / name).is_file():
-            for each in (name, *_MORE_FILES.get(name, ())):
-                _validate_vocabulary(folder / each)
-                found[each] = read_object(folder / each) if each.endswith(".json") else folder / each
-    if (content := found.get(_TOKENIZER_FILE)) is not None:
-        _validate_parts(content, folder / _TOKENIZER_FILE)
-    return found, _read_settings(folder)
 
 
 @contextmanager
@@ -137,18 +160,6 @@ def report_panics(folder: Any) -> Iterator[None]:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise ValueError(f"{folder} holds no tokenizer that can be used: {one_line(error)}") from error
-
-
-def _validate_vocabulary(file: Path) -> None:
-    try:
-        with open_regular(file) as opened:
-            head = opened.read(1024)
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror or error}; {INCOMPLETE}") from error
-    if not head.strip():
-        raise ValueError(f"{file} is empty and must hold a vocabulary; {INCOMPLETE}")
-    if file.stat().st_size > _MAX_BYTES:
-        raise ValueError(f"{file} must have at most {_MAX_BYTES:,} bytes, and has {file.stat().st_size:,}")
 
 
 # -- tokenizer.json -------------------------------------------------------------------------------------------------------
@@ -172,7 +183,7 @@ def _validate_parts(content: Any, file: Path) -> None:
     if added > _MAX_GROWTH:
         raise ValueError(f"{file} has templates that add {added} tokens to a text; {_MAX_GROWTH} is allowed")
     _validate_ids(content, file)
-    _validate_padding(content, file)
+    _validate_padding(content.get("padding"), file)
     with report_panics(file):
         Tokenizer.from_str(json.dumps(content))
 
@@ -241,10 +252,10 @@ def _validate_ids(content: Mapping[str, Any], file: Path) -> None:
     model, added = content.get("model"), content.get("added_tokens") or []
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
         raise ValueError(f"{file} is damaged: it must hold a model with a vocabulary, and holds {short_repr(model)}")
-    if not isinstance(added, list) or len(added) > _MAX_ADDED:
-        raise ValueError(f"{file} must hold a list of at most {_MAX_ADDED:,} added_tokens")
-    if any(len(str(each.get("content"))) > _MAX_ADDED_TEXT for each in added if isinstance(each, dict)):
-        raise ValueError(f"{file} has added_tokens of more than {_MAX_ADDED_TEXT:,} characters")
+    fits = isinstance(added, list) and len(added) <= _MAX_ADDED
+    expect(fits, "added_tokens", added, file, f"a list of at most {_MAX_ADDED:,}")
+    fits = all(len(str(each.get("content"))) <= _MAX_ADDED_TEXT for each in added if isinstance(each, dict))
+    expect(fits, "added_tokens", added, file, f"texts of at most {_MAX_ADDED_TEXT:,} characters")
     if model.get("dropout"):
         raise ValueError(f"{file} has dropout: {short_repr(model['dropout'])}, which reads a prompt differently each time")
     vocab = model["vocab"]
@@ -256,22 +267,16 @@ def _validate_ids(content: Mapping[str, Any], file: Path) -> None:
             found = each.get("ids") if isinstance(each, dict) else None
             ids += found if isinstance(found, list) else [None]
         ids += [part[name][1] for name in ("sep", "cls") if isinstance(part.get(name), list) and len(part[name]) == 2]
-    for number in ids:
-        if parse_int(number, 0, _MAX_ID) is None:
-            raise ValueError(f"{file} has the token id {short_repr(number)}; ids are from 0 to {_MAX_ID}")
+    for each in ids:
+        expect(_ID.fits(each), "the token id", each, file, _ID.expected)
 
 
-def _validate_padding(content: Mapping[str, Any], file: Path) -> None:
+def _validate_padding(padding: Any, file: Path) -> None:
     """Raise ValueError for a stored padding that would make each text huge."""
-    padding = content.get("padding")
-    if padding is None:
-        return
-    strategy = padding.get("strategy") if isinstance(padding, dict) else None
-    fixed = strategy.get("Fixed") if isinstance(strategy, dict) else 0
-    multiple = padding.get("pad_to_multiple_of") if isinstance(padding, dict) else None
-    for number in (fixed, multiple or 0):
-        if parse_int(number, 0, 2**16) is None:
-            raise ValueError(f"{file} has a padding of {short_repr(number)} tokens; {2**16} are allowed")
+    if isinstance(padding, dict):  # the parser refuses others
+        strategy, multiple = padding.get("strategy"), padding.get("pad_to_multiple_of") or 0
+        for tokens in (strategy.get("Fixed") if isinstance(strategy, dict) else 0, multiple):
+            expect(_PADDING.fits(tokens), "padding", tokens, file, _PADDING.expected)
 
 
 # -- settings -------------------------------------------------------------------------------------------------------------
@@ -282,31 +287,13 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = folder / name
-        if file.is_file():
-            found |= _read_listed_settings(read_config(file), file)
+        values = read_config(file) if file.is_file() else {}
+        listed = pick_values(values, _SETTINGS, file)
+        listed = {name: _make_tokens(value) if name in _TOKENS else value for name, value in listed.items()}
+        if "model_max_length" in listed:
+            listed["model_max_length"] = int(listed["model_max_length"])  # written as 1e+30
+        found |= listed | _read_more_tokens(values, file)
     return found
-
-
-def _read_listed_settings(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    for name in _TOKENS:
-        if values.get(name) is not None:
-            _validate_token(values[name], file, name)
-    found: dict[str, Any] = {name: _make_tokens(values[name]) for name in _TOKENS if values.get(name) is not None}
-    found |= pick_values(values, {name: bool for name in _FLAGS}, file)
-    for name in _SIDES:
-        if name in values:
-            if values[name] not in ("left", "right"):
-                raise ValueError(f"{file} has {name}: {short_repr(values[name])}, expected 'left' or 'right'")
-            found[name] = values[name]
-    for name, limit in (("model_max_length", None), ("extra_ids", _MAX_EXTRA_IDS)):
-        if values.get(name) is not None:
-            number = values[name]
-            number = int(number) if isinstance(number, float) and number.is_integer() else number  # written as 1e+30
-            if parse_int(number, 0, limit) is None:
-                most = "" if limit is None else f" to {limit}"
-                raise ValueError(f"{file} has {name}: {short_repr(values[name])}, expected a whole number from 0{most}")
-            found[name] = number
-    return found | _read_more_tokens(values, file)
 
 
 def _read_more_tokens(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
@@ -316,14 +303,13 @@ def _read_more_tokens(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
         given, is_decoder = values.get(name), name == "added_tokens_decoder"
         if given is None:
             continue
-        if not isinstance(given, list | dict) or len(given) > _MAX_ADDED or (isinstance(given, list) and is_decoder):
-            raise ValueError(f"{file} must hold tokens in {name}, and holds {short_repr(given)}")
+        fits = isinstance(given, dict) or (isinstance(given, list) and not is_decoder)
+        expect(fits and len(given) <= _MAX_ADDED, name, given, file, f"at most {_MAX_ADDED} tokens")
         for each in given if isinstance(given, list) else given.values():
-            _validate_token(each, file, name)
+            expect(_is_token(each), name, each, file, _TOKEN.expected)
         for key in given if isinstance(given, dict) else ():
-            fits = key.isascii() and key.isdecimal() and int(key[:10]) <= _MAX_ID if is_decoder else key.isidentifier()
-            if not fits:
-                raise ValueError(f"{file} has {short_repr(key)} in {name}, which names no token")
+            fits = key.isascii() and key.isdecimal() and _ID.fits(int(key[:10])) if is_decoder else key.isidentifier()
+            expect(fits, name, key, file, "an id of a token" if is_decoder else "a name of a token")
         found[name] = _make_tokens(given)
     # transformers 4 has names of further tokens in a mapping, and 5 beside the usual ones, with a list of those without a name.
     extra = found.pop("extra_special_tokens", {})
@@ -348,16 +334,3 @@ def _make_tokens(value: Any) -> Any:
     if isinstance(value, dict):
         return {int(name) if name.isdecimal() else name: _make_tokens(each) for name, each in value.items()}
     return value
-
-
-def _validate_token(value: Any, file: Path, name: str) -> None:
-    """Raise ValueError unless it is a special token: text, or an object of text and flags."""
-    if isinstance(value, dict):
-        flags: Sequence[str] = ("single_word", "lstrip", "rstrip", "normalized", "special")
-        text = value.get("content")
-        known = {*value} <= {"content", "__type", *flags} and value.get("__type", "AddedToken") == "AddedToken"
-        if known and all(isinstance(value.get(each, False), bool) for each in flags):
-            validate_string(text, file, name)
-            return
-        raise ValueError(f"{file} has {name}: {short_repr(value)}, expected a token")
-    validate_string(value, file, name)

@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vargen.folders.json_files import one_line, pick_values, read_config
-from vargen.values import parse_float, parse_int, short_repr
+from vargen.folders.json_files import BOOL, Kind, choice, expect, number, one_line, pick_values, read_config, whole
 from vargen.weight_files import MAX_LAYERS
 
 # Keys that every configuration may have, beside the arguments of its own class.
@@ -39,14 +38,14 @@ _GENERATION = (
     "generation_kwargs"
 ).split()
 _QUANTIZATION = {
-    "load_in_8bit": bool, "load_in_4bit": bool, "llm_int8_threshold": float, "llm_int8_has_fp16_weight": bool,
-    "llm_int8_enable_fp32_cpu_offload": bool, "bnb_4bit_use_double_quant": bool, "llm_int8_skip_modules": list,
-}  # fmt: skip
-_QUANTIZATION_CHOICES = {
-    "quant_method": ("bitsandbytes",),
-    "bnb_4bit_quant_type": ("fp4", "nf4"),
-    "bnb_4bit_compute_dtype": ("float32", "float16", "bfloat16"),
-    "bnb_4bit_quant_storage": ("uint8", "float32", "float16", "bfloat16"),
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit", "llm_int8_has_fp16_weight"), BOOL),
+    **dict.fromkeys(("llm_int8_enable_fp32_cpu_offload", "bnb_4bit_use_double_quant"), BOOL),
+    "llm_int8_threshold": number(-math.inf, math.inf),
+    "llm_int8_skip_modules": Kind(lambda value: isinstance(value, list) and all(map(_is_name, value)), "names of modules"),
+    "quant_method": choice("bitsandbytes"),
+    "bnb_4bit_quant_type": choice("fp4", "nf4"),
+    "bnb_4bit_compute_dtype": choice("float32", "float16", "bfloat16"),
+    "bnb_4bit_quant_storage": choice("uint8", "float32", "float16", "bfloat16"),
 }
 
 
@@ -67,19 +66,16 @@ def pick_config(
         if given is None:
             continue
         part_class = getattr(transformers, part)
-        if not isinstance(given, dict) or given.get("model_type", part_class.model_type) != part_class.model_type:
-            what = given.get("model_type") if isinstance(given, dict) else given
-            raise ValueError(f"{file} has {name}: {short_repr(what)}, expected a configuration of {part_class.model_type!r}")
+        what = given.get("model_type", part_class.model_type) if isinstance(given, dict) else given
+        expect(what == part_class.model_type, name, what, file, f"a configuration of {part_class.model_type!r}")
         found[name] = {**pick_config(part_class, given, {}, file, num_tensors), "model_type": part_class.model_type}
     known = _list_arguments(config_class)
     for name in (known.keys() | _COMMON) - parts.keys():
         if name in values:
             value, usual = values[name], type(known.get(name))
-            if isinstance(value, bool) and usual in (int, float):
-                raise ValueError(f"{file} has {name}: {short_repr(value)}, expected a number")
-            if value is not None and not isinstance(value, bool) and usual is bool:
-                raise ValueError(f"{file} has {name}: {short_repr(value)}, expected true or false")
-            found[name] = _validate_value(name, values[name], file, num_tensors)
+            expect(not isinstance(value, bool) or usual not in (int, float), name, value, file, "a number")
+            expect(value is None or isinstance(value, bool) or usual is not bool, name, value, file, BOOL.expected)
+            found[name] = _validate_value(name, value, file, num_tensors)
     levels, blocks = found.get("channel_multiplier"), found.get("num_res_blocks")
     if isinstance(levels, list) and isinstance(blocks, int) and len(levels) * blocks > num_tensors:
         raise ValueError(
@@ -92,21 +88,9 @@ def pick_config(
 def pick_quantization(values: Any, file: Path) -> dict[str, Any]:
     """Return the listed settings of a stored quantization, which must be that of bitsandbytes."""
     method = values.get("quant_method") if isinstance(values, dict) else values
-    if method != "bitsandbytes":
-        raise ValueError(
-            f"{file} has a quantization_config of {short_repr(method)}; vargen loads that of 'bitsandbytes', or quantizes "
-            "weights that are not: pass quantization_config when opening them"
-        )
-    found = pick_values(values, _QUANTIZATION, file)
-    for name, allowed in _QUANTIZATION_CHOICES.items():
-        if values.get(name) is not None:
-            if values[name] not in allowed:
-                raise ValueError(f"{file} has {name}: {short_repr(values[name])}, expected one of {', '.join(allowed)}")
-            found[name] = values[name]
-    skipped = found.get("llm_int8_skip_modules", [])
-    if not all(isinstance(each, str) and _TEXT.fullmatch(each) for each in skipped):
-        raise ValueError(f"{file} has llm_int8_skip_modules: {short_repr(skipped)}, expected names of modules")
-    return found
+    others = "that of 'bitsandbytes', or weights that are not quantized: pass quantization_config when opening those"
+    expect(method == "bitsandbytes", "quantization_config", method, file, others)
+    return pick_values(values, _QUANTIZATION, file)
 
 
 def pick_generation(folder: Path) -> dict[str, Any]:
@@ -134,35 +118,32 @@ def _list_arguments(config_class: Any) -> dict[str, Any]:
     return {name: each.default for name, each in own.items() if name not in base and name != "kwargs"}
 
 
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and _TEXT.fullmatch(value) is not None
+
+
 def _validate_value(name: str, value: Any, file: Path, num_tensors: int, depth: int = 0) -> Any:
-    if name in _COUNTS:
-        most = min(MAX_LAYERS, num_tensors)
-        if value is not None and parse_int(value, 0, most) is None:
-            raise ValueError(
-                f"{file} has {name}: {short_repr(value)}, expected a whole number from 0 to {most}, as its weights hold "
-                f"{num_tensors} tensors"
-            )
-        return value
     if name == "vocabulary_map":
-        numbers = value.values() if isinstance(value, dict) else [None]
-        if len(numbers) > _MAX_ENTRIES or any(parse_int(each, 0, _MAX_SIZE) is None for each in numbers):
-            raise ValueError(f"{file} has {name}: {short_repr(value)}, expected token ids by name")
+        fits = isinstance(value, dict) and len(value) <= _MAX_ENTRIES and all(map(whole(0, _MAX_SIZE).fits, value.values()))
+        expect(fits, name, value, file, "token ids by name")
         return value
-    if value is None or isinstance(value, bool):
+    if name in _COUNTS and value is not None:
+        allowed = whole(0, min(MAX_LAYERS, num_tensors))
+        expect(allowed.fits(value), name, value, file, f"{allowed.expected}, as its weights hold {num_tensors} tensors")
         return value
-    if isinstance(value, str) and _TEXT.fullmatch(value):
+    if value is None or isinstance(value, bool) or _is_name(value):
         return value
-    if name.endswith("_eps") and not 0 <= (-1.0 if (number := parse_float(value)) is None else number) <= 1:
-        raise ValueError(f"{file} has {name}: {short_repr(value)}, expected a number from 0 to 1")
+    if name.endswith("_eps"):
+        expect(number(0, 1).fits(value), name, value, file, "a number from 0 to 1")
     if isinstance(value, int) and (1 if name in _LIMITS else -1) <= value <= _LIMITS.get(name, _MAX_SIZE):
         return value
     if isinstance(value, float) and math.isfinite(value):
         return value
-    if name == "mrope_section" and not (isinstance(value, list) and all(parse_int(each, 1, _MAX_SIZE) for each in value)):
-        raise ValueError(f"{file} has {name}: {short_repr(value)}, expected whole numbers")
+    if name == "mrope_section":
+        expect(isinstance(value, list) and all(map(whole(1, _MAX_SIZE).fits, value)), name, value, file, "whole numbers")
     longest = MAX_LAYERS if name == "layer_types" else _MAX_LENGTH
     if isinstance(value, list) and len(value) <= longest and depth < 3:
         return [_validate_value(name, each, file, num_tensors, depth + 1) for each in value]
-    if isinstance(value, dict) and len(value) <= _MAX_ENTRIES and depth < 2 and all(len(key) <= 100 for key in value):
-        return {key: _validate_value(key, each, file, num_tensors, depth + 1) for key, each in value.items()}
-    raise ValueError(f"{file} has {name}: {short_repr(value)}, expected a plain value of usual size")
+    fits = isinstance(value, dict) and len(value) <= _MAX_ENTRIES and depth < 2 and all(len(key) <= 100 for key in value)
+    expect(fits, name, value, file, "a plain value of usual size")
+    return {key: _validate_value(key, each, file, num_tensors, depth + 1) for key, each in value.items()}

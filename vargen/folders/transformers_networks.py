@@ -22,14 +22,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vargen.compat import installed_version
-from vargen.folders.json_files import fill_folder, one_line, read_config
+from vargen.folders.json_files import expect, fill_folder, one_line, read_config
 from vargen.folders.networks import SkipInit
 from vargen.folders.transformers_configs import pick_config, pick_generation, pick_quantization
-from vargen.values import short_repr
 from vargen.weight_files import (
     WeightHeader,
     find_weight_files,
-    read_header,
+    read_headers,
     validate_dtypes,
     validate_layer_counts,
     validate_shapes,
@@ -85,17 +84,13 @@ class StoredNetwork:
         self.network_class: Any = getattr(transformers, kind.class_name)
         file = folder / "config.json"
         values = read_config(file)
-        if values.get("model_type") != kind.model_type:
-            raise ValueError(f"{file} has model_type: {short_repr(values.get('model_type'))}, expected {kind.model_type!r}")
+        given = values.get("model_type")
+        expect(given == kind.model_type, "model_type", given, file, repr(kind.model_type))
         if (adapter := folder / "adapter_config.json").exists():  # transformers would fetch the model that it names
             raise ValueError(f"{adapter} makes this the adapter of another model: merge it into that model's weights")
-        self.files: dict[str, Path] = {}  # by name of a tensor as stored
-        header: WeightHeader = {}
-        for each in find_weight_files(folder, stem, variant):
-            for name, info in read_header(each).items():
-                if name in self.files:
-                    raise ValueError(f"{each} holds {name}, which is also in {self.files[name]}; download the folder again")
-                self.files[name], header[name] = each, info
+        files = find_weight_files(folder, stem, variant)
+        header, self.files = read_headers(files)  # files by name of a tensor as stored
+        for each in files:
             if each.name != (single := f"{stem}.safetensors") and (folder / single).is_file():
                 raise ValueError(f"{folder} holds {single} beside the index of other files; remove one of them")
         self.names: dict[str, str] = {}  # stored names by current ones
@@ -111,10 +106,8 @@ class StoredNetwork:
                 self.network = self.network_class(self.config).eval()
             self.network.tie_weights()
         except ImportError as error:  # transformers 4.53 imports every configuration, and that of gemma3n needs a newer timm
-            raise ValueError(
-                f"transformers {transformers.__version__} cannot construct a {kind.class_name} beside the installed packages "
-                f"({error}); 4.57.6 can, also beside timm 0.6.13, which image-reward 1.5 needs"
-            ) from error
+            installed = f"transformers {transformers.__version__} and other packages"
+            raise ValueError(f"the installed {installed} cannot construct a {kind.class_name}: {one_line(error)}") from error
         except Exception as error:  # classes of transformers validate little, and fail in many ways
             raise ValueError(f"{file} does not describe a {kind.class_name}: {one_line(error)}") from error
         if self.is_quantized:
