@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vargen.compat import cache_folder as cache_folder
-from vargen.model_files import weight_file_kind
 
+_WEIGHT_FILE = re.compile(r"(?P<stem>[^.]+?)(\.(?P<variant>[^.]+?))?(-\d+-of-\d+)?\.safetensors")
+_INDEX_FILE = re.compile(r"(?P<stem>[^.]+?)\.safetensors\.index(\.(?P<variant>[^.]+))?\.json")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -36,11 +37,7 @@ def expand_user(path: str | Path, name: str = "path") -> Path:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path of the same file name; the file written to it replaces `path` only if the block succeeds.
-
-    Raises:
-        OSError: the folder cannot be created or written.
-    """
+    """Yield a temporary path of the same file name; the file written to it replaces `path` only if the block succeeds."""
     with _scratch_folder(path) as scratch:
         temporary = scratch / path.name
         yield temporary
@@ -84,9 +81,6 @@ def atomic_merge(folder: Path) -> Iterator[Path]:
     """Yield an empty folder whose files are added to `folder` if the block succeeds; otherwise none of them is.
 
     Other files in `folder` are kept, except for weights in a file or shards of a network that was written again.
-
-    Raises:
-        OSError: the folder cannot be created or replaced; raised before the block runs.
     """
     target = folder.resolve()
     _restore_previous(target)
@@ -109,18 +103,24 @@ def atomic_merge(folder: Path) -> Iterator[Path]:
                 os.replace(previous, scratch / "old" if target.exists() else target)
 
 
+def _weight_file_kind(name: str) -> tuple[str, str] | None:
+    """Return the stem and variant that a weight file, shard or index belongs to; None for other files."""
+    match = _WEIGHT_FILE.fullmatch(name) or _INDEX_FILE.fullmatch(name)
+    return match and (match["stem"], match["variant"] or "")
+
+
 def _link_kept_files(old: Path, new: Path) -> None:
     """Add hard links to `new` for all files in `old` that `new` does not have and whose weights are not in it."""
 
     def skip(place: str, names: list[str]) -> list[str]:
         folder, copy = Path(place), new / Path(place).relative_to(old)
-        written = {weight_file_kind(file) for file in copy.iterdir()} - {None} if copy.is_dir() else set()
+        written = {_weight_file_kind(file.name) for file in copy.iterdir()} - {None} if copy.is_dir() else set()
 
         def is_folder_of_both(name: str) -> bool:
             return (copy / name).is_dir() and (folder / name).is_dir() and not (folder / name).is_symlink()
 
         there = [name for name in names if os.path.lexists(copy / name) and not is_folder_of_both(name)]
-        return [*there, *(name for name in names if weight_file_kind(folder / name) in written)]
+        return [*there, *(name for name in names if _weight_file_kind(name) in written)]
 
     shutil.copytree(old, new, symlinks=True, ignore=skip, copy_function=_link, dirs_exist_ok=True)
 
@@ -160,11 +160,7 @@ def validate_not_interrupted(target: Path) -> None:
 
 @contextmanager
 def disk_errors(output: Path) -> Iterator[None]:
-    """Convert a full-disk error in the block, from any library, to one that names `output`, of which nothing may be left.
-
-    Raises:
-        OSError: with the system's error number, and without the name of a temporary file that no longer exists.
-    """
+    """Convert a full-disk error in the block, from any library, to one that names `output`, of which nothing may be left."""
     try:
         yield
     except Exception as error:

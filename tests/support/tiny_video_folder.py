@@ -9,8 +9,8 @@ from tiny_video import SHAPE, randomised
 from transformers import BertTokenizerFast
 
 import vargen.assets
+from vargen.convert.state_dicts import write_model_index
 from vargen.decoding.video.denoising import shifted_levels
-from vargen.model_files import write_model_index
 from vargen.models.causal_video.network import CausalVideoTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE, PreviewDecoder

@@ -16,10 +16,16 @@ from typing import Any
 
 import torch
 
-from vargen.convert.state_dicts import State, build_network, describe_network, require_equal, require_inputs
+from vargen.convert.state_dicts import (
+    State,
+    build_network,
+    describe_network,
+    require_equal,
+    require_inputs,
+    write_model_index,
+)
 from vargen.convert.wan import WanPart, detect_transformer, read_transformer, read_wan_parts, resolve_latent_size
 from vargen.files import atomic_folder
-from vargen.model_files import write_model_index
 from vargen.models.causal_video.cache import validate_attention_window
 from vargen.models.causal_video.network import CausalVideoTransformer
 from vargen.values import parse_int, short_repr

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vargen.model_files import write_model_index
+from vargen.compat import installed_version
 from vargen.weight_files import load_pickle_safely, read_header, read_index, validate_shapes
 
 logger = logging.getLogger("vargen")
@@ -249,6 +249,20 @@ def write_image_model(
         part.save_pretrained(folder / name)
     fitting = {name: value for name, value in defaults.items() if name != "top_k" or value <= config.vocab_size}
     write_model_index(folder, pipeline, parts, id2label=labels, defaults=fitting, prompt_styles=None)
+
+
+def write_model_index(folder: Path, pipeline: str, parts: Mapping[str, Any], **values: Any) -> None:
+    """Write `model_index.json` as the pipeline's `save_pretrained` does, without the components that are missing.
+
+    Args:
+        parts: components or their classes by name.
+    """
+    index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": installed_version("diffusers"), **values}
+    for name, part in parts.items():
+        kind = part if isinstance(part, type) else type(part)
+        library = kind.__module__.partition(".")[0]
+        index[name] = [library if library in ("diffusers", "transformers") else kind.__module__, kind.__name__]
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
 def read_labels(file: Path, num_classes: int) -> dict[int, str]:
