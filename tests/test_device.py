@@ -45,7 +45,7 @@ def test_a_choice_of_a_person_is_found_wherever_it_was_made(monkeypatch: pytest.
 
 @pytest.mark.parametrize("count", [0, -1, 100_000, 10**30, True, 1.5])
 def test_numbers_that_no_machine_has_are_refused(count: int) -> None:
-    with pytest.raises(ValueError, match=rf"threads must be a whole number from 1 to {os.cpu_count()}, .* got {count}"):
+    with pytest.raises(ValueError, match=rf"threads must be a whole number from 1 to {os.cpu_count()}, got {count}"):
         device.set_threads(count)
     assert device.user_thread_count() is None
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from vargen.pipelines.loading import open_pipeline
     from vargen.pipelines.var import VARPipeline
 
-from vargen.compat import guard_torchvision
+from vargen.compat import ensure_torchvision
 from vargen.device import set_passive_openmp_wait
 
 set_passive_openmp_wait()  # must run before torch is imported: OpenMP reads its wait policy once
-guard_torchvision()
+ensure_torchvision()
 
 __version__ = "0.2.0"
 

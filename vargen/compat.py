@@ -18,7 +18,6 @@ logger = logging.getLogger("vargen")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_guard_lock = Lock()
 tokenizer_lock = Lock()  # shared by all tokenizers and held for every use of one; see `tokenized`
 # Operators are unregistered when their torch.library.Library is collected, so keep it for the life of the process.
 _declared: list[Any] = []
@@ -47,20 +46,14 @@ def ensure_torchvision() -> bool:
     The torchvision wheel on PyPI is built for CUDA. With a CPU-only torch its binary does not load, and the import fails with
     `operator torchvision::nms does not exist`. Only then are the two missing operators declared, without a kernel, so that
     calling them still fails, and the import is repeated. Declaring them earlier would clash with a binary that does load.
-    Nothing is imported by this function, which may be called again.
+    Nothing is imported by this function, which `import vargen` calls, and which may be called again.
 
     Returns:
         Whether torchvision is installed.
     """
-    guard_torchvision()
+    if _guard not in sys.meta_path:
+        sys.meta_path.insert(0, _guard)
     return importlib.util.find_spec("torchvision") is not None
-
-
-def guard_torchvision() -> None:
-    """See `ensure_torchvision`. `import vargen` calls this."""
-    with _guard_lock:
-        if _guard not in sys.meta_path:
-            sys.meta_path.insert(0, _guard)
 
 
 class _TorchvisionGuard(MetaPathFinder):
@@ -219,11 +212,7 @@ _ALLOCATORS = ("can't allocate memory", "not enough memory", "os error 12", "Can
 
 @contextlib.contextmanager
 def report_memory(folder: Path) -> Iterator[None]:
-    """Report an out-of-memory error while the block loads a folder's weights, with the size of the weights.
-
-    Raises:
-        MemoryError: with the folder and the size of its weight files in bytes.
-    """
+    """Report an out-of-memory error while the block loads a folder's weights as a MemoryError, with their size in bytes."""
     try:
         yield
     except Exception as error:
@@ -231,13 +220,10 @@ def report_memory(folder: Path) -> Iterator[None]:
         while cause is not None:  # diffusers reports every error as an unreadable file
             known = any(text in str(cause) for text in _ALLOCATORS)
             if known or isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
+                size = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
                 raise MemoryError(
-                    f"memory does not suffice to load {folder}, whose weight files are {_weight_bytes(folder):,} bytes; "
+                    f"memory does not suffice to load {folder}, whose weight files are {size:,} bytes; "
                     "close other programs, or use a smaller model or dtype"
                 ) from error
             cause = cause.__cause__ or cause.__context__
         raise
-
-
-def _weight_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vargen.values import short_repr
+from vargen.values import require_int, short_repr
 
 if TYPE_CHECKING:
     import torch
@@ -80,17 +80,14 @@ _state = _Threads()
 
 
 def set_threads(count: int | None) -> None:
-    """Fix the number of CPU threads that torch uses; None returns to autotuning."""
-    maximum = os.cpu_count() or 1
-    if count is None:
-        return
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= maximum:
-        raise ValueError(f"threads must be a whole number from 1 to {maximum}, the cores of this machine, got {count!r}")
-    import torch
+    """Fix the number of CPU threads that torch uses, at most the cores of this machine; None changes nothing."""
+    if count is not None:
+        import torch
 
-    with _state.lock:
-        _state.fixed = count
-    torch.set_num_threads(count)
+        count = require_int("threads", count, 1, os.cpu_count() or 1)
+        with _state.lock:
+            _state.fixed = count
+        torch.set_num_threads(count)
 
 
 def user_thread_count() -> tuple[int, str] | None:
@@ -188,13 +185,11 @@ def usable_cores() -> int:
     return len(cores)
 
 
-def load_average() -> float | None:
-    """Return the number of runnable processes, averaged over the last minute; None if the system does not report it."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
 def describe_machine() -> dict[str, Any]:
-    """Return CPU, threads, load, GPUs and torch version as plain values."""
+    """Return CPU, threads, load, GPUs and torch version as plain values.
+
+    The load is the number of runnable processes, averaged over the last minute; None if the system does not report it.
+    """
     import torch
 
     gpus = []
@@ -205,7 +200,7 @@ def describe_machine() -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
-        "load": load_average(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "bfloat16_in_hardware": cpu_has_bfloat16(),
         "gpus": gpus,
         "system": f"{platform.system()} {platform.machine()}",

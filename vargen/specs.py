@@ -37,12 +37,14 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def import_object(spec: str, what: str) -> Any:
-    """Import the object that `module:name` refers to; modules in the current folder are found, too.
+    """Import the object that `module:name` refers to, from a module of the user; those in the current folder are found, too.
 
     Args:
         what: the kind of object for error messages, for example `scorer`.
     """
     module, _, name = spec.partition(":")
+    if module.split(".")[0] in sys.stdlib_module_names:  # such as os:system, which a caller would run
+        raise ValueError(f"{what} {short_repr(spec)} must be in your own module, and this one is part of Python")
     if not all(part.isidentifier() for part in module.split(".")) or not name.isidentifier():
         raise ValueError(f"{what} {short_repr(spec)} must be module:name, such as my_module:my_{what}")
     if os.getcwd() not in sys.path:
@@ -53,13 +55,6 @@ def import_object(spec: str, what: str) -> Any:
         raise
     except (Exception, SystemExit) as error:  # user modules may raise anything
         raise ValueError(f"{what} {short_repr(spec)} could not be imported: {type(error).__name__}: {error}") from error
-
-
-def import_user_object(spec: str, what: str) -> Any:
-    """Import an object that will be called; as `import_object`, but rejects Python's own modules, such as `os:system`."""
-    if spec.split(":")[0].split(".")[0] in sys.stdlib_module_names:
-        raise ValueError(f"{what} {short_repr(spec)} must be in your own module, and this one is part of Python")
-    return import_object(spec, what)
 
 
 def part_name(part: Any) -> str:

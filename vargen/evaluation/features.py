@@ -22,7 +22,7 @@ from vargen.compat import import_torch_fidelity
 from vargen.files import expand_user
 from vargen.reading import on_white
 from vargen.scoring.image_text import load_image_tower, packaged_scorers, preprocess, scorer_folder, tower_identity
-from vargen.specs import import_user_object, parse_spec
+from vargen.specs import import_object, parse_spec
 from vargen.values import short_repr
 from vargen.weight_files import load_pickle_safely, read_header, weights_digest
 
@@ -174,7 +174,7 @@ def load_extractor(spec: str, device: torch.device | str = "cpu") -> Extractor:
 
 
 def _import_extractor(spec: str, device: torch.device | str) -> Extractor:
-    function = import_user_object(spec, "extractor")
+    function = import_object(spec, "extractor")
     if not callable(function):
         raise ValueError(f"extractor {short_repr(spec)} must be a function or a class, got {short_repr(function)}")
     made = function()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vargen.scoring.protocol import Scorer, to_scorer
-from vargen.specs import import_user_object, parse_spec
+from vargen.specs import import_object, parse_spec
 from vargen.values import short_repr
 
 DEFAULT_SCORER = "emoji-scorer"
@@ -46,7 +46,7 @@ def open_scorer(spec: str, device: torch.device | str = "cpu", batch_size: int |
 
 def _import_scorer(spec: str) -> Scorer:
     """Import a scorer, a class of scorers, or a function of images and prompts; nothing else is called."""
-    value = import_user_object(spec, "scorer")
+    value = import_object(spec, "scorer")
     if inspect.isclass(value) and callable(getattr(value, "score", None)):
         value = value()
     try:
