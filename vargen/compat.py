@@ -22,8 +22,6 @@ tokenizer_lock = Lock()  # shared by all tokenizers and held for every use of on
 # Operators are unregistered when their torch.library.Library is collected, so keep it for the life of the process.
 _declared: list[Any] = []
 
-_OPERATOR_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-
 
 def cache_folder() -> Path:
     """Return the folder of downloads, data sets and measurements: `$VARGEN_CACHE`, or `~/.cache/vargen`."""
@@ -83,7 +81,13 @@ class _TorchvisionLoader(Loader):
         # Outside the except clause, so that a second failure is not reported as raised while handling the first.
         for name in [each for each in sys.modules if each.startswith("torchvision.")]:  # submodules that did load
             del sys.modules[name]
-        _declare_operators()
+        import torch
+
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            if not hasattr(torch.ops.torchvision, name):
+                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _declared.append(library)
         self._loader.exec_module(module)
         logger.info(
             "torchvision's compiled operators do not load with this torch (%s); "
@@ -102,16 +106,6 @@ def import_torch_fidelity(module: str) -> Any:
     return importlib.import_module(f"torch_fidelity.{module}")
 
 
-def _declare_operators() -> None:
-    import torch
-
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            library.define(name + _OPERATOR_SCHEMA)
-    _declared.append(library)
-
-
 def defer_to_installed_package(name: str, folder: str) -> None:
     """Return a top-level name that a folder of this repository shadows to the installed distribution of that name.
 
@@ -119,15 +113,14 @@ def defer_to_installed_package(name: str, folder: str) -> None:
     library would find our folder. The folder's `__init__` calls this function when it is imported under such a
     bare name, and the package of that name further down the path replaces it in sys.modules.
 
-    If there is no such package, the import succeeds and yields an empty package without submodules or version. It
-    must not fail: transformers 5 imports whatever it finds under a name to read its version. It treats a missing
-    version as "not available", but does not catch an error.
-
-    Args:
-        name: the bare name being imported, for example "kernels".
-        folder: the folder that was found under that name.
+    If there is no such package, the import yields an empty package without submodules or version. It must not fail:
+    transformers 5 imports whatever it finds under a name to read its version, and does not catch an error.
     """
-    spec = _find_beside(name, folder)
+    root = os.path.realpath(os.path.dirname(folder))
+    path = [entry for entry in sys.path if os.path.realpath(entry or os.getcwd()) != root]
+    # The other finders (built-in, frozen, editable installs) ignore sys.path.
+    specs = (finder.find_spec(name, path if finder is PathFinder else None, None) for finder in sys.meta_path)
+    spec = next((spec for spec in specs if spec is not None and spec.loader is not None), None)
     if spec is None or spec.loader is None:
         sys.modules[name].__path__ = []  # prevents importing our modules a second time under other names
         return
@@ -135,17 +128,6 @@ def defer_to_installed_package(name: str, folder: str) -> None:
     # The import system returns the entry in sys.modules after the folder's own __init__ has run.
     sys.modules[name] = module
     spec.loader.exec_module(module)
-
-
-def _find_beside(name: str, folder: str) -> ModuleSpec | None:
-    root = os.path.realpath(os.path.dirname(folder))
-    path = [entry for entry in sys.path if os.path.realpath(entry or os.getcwd()) != root]
-    for finder in sys.meta_path:
-        # The other finders (built-in, frozen, editable installs) ignore sys.path.
-        spec = finder.find_spec(name, path if finder is PathFinder else None, None)
-        if spec is not None and spec.loader is not None:
-            return spec
-    return None
 
 
 def tokenized(tokenizer: Any, texts: Any, **options: Any) -> Any:
