@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import vargen.assets
 from vargen.compat import tokenized
 from vargen.files import expand_user, validate_not_interrupted
-from vargen.folders.json_files import read_object
+from vargen.folders.json_files import TEXT, Kind, pick_values, read_object
 from vargen.folders.networks import NetworkFolder
 from vargen.folders.tokenizers import load_tokenizer
 from vargen.models.storage import load_network
@@ -32,7 +32,8 @@ from vargen.weight_files import weights_digest
 
 FILE = "scorer.json"
 _KEPT_CAPTIONS = 256
-_LONGEST = 32  # maximum tokens of a caption
+_LONGEST, _TEXTS = 32, 256  # maximum tokens of a caption, and captions that are encoded at once
+_CAPTIONS = Kind(lambda value: isinstance(value, list) and all(isinstance(text, str) for text in value), "a list of texts")
 _ENCODER = "emoji"  # source of the text encoder if a folder names none
 
 
@@ -68,14 +69,24 @@ class ImageTextScorer(BatchedScorer):
         name = str(source) if str(source) in packaged_scorers() else Path(source).resolve().name
         super().__init__(name, True, device, batch_size)
         self._latest: dict[str, Tensor] = {}
-        captions = settings.get("captions") or []
+        captions = settings.get("captions", [])
         self.identity = f"{tower_identity(self.model)}-{weights_digest(self.encoder)}-{captions}"
         with torch.inference_mode():
             self.baseline_embeddings = self.embed_captions(captions) if captions else None
 
     def embed_captions(self, texts: Sequence[str]) -> Tensor:
-        """Return unit vectors `[len(texts), E]`; their cosine similarity with an image's vector measures the match."""
-        return self.model.encode_text(embed_texts(self.encoder, self.tokenizer, texts).to(self.device))
+        """Return unit vectors `[len(texts), E]`; their cosine similarity with an image's vector measures the match.
+
+        Features of tokens are averaged as in the training of the sentence encoder.
+        """
+        means = []
+        options = {"padding": True, "truncation": True, "max_length": _LONGEST, "return_tensors": "pt"}
+        for start in range(0, len(texts), _TEXTS):
+            encoded = tokenized(self.tokenizer, list(texts[start : start + _TEXTS]), **options).to(self.device)
+            states = self.encoder(input_ids=encoded.input_ids, attention_mask=encoded.attention_mask)
+            mask = encoded.attention_mask[..., None].float()
+            means.append(F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1))
+        return self.model.encode_text(torch.cat(means))
 
     def embed_images(self, images: Images) -> Tensor:
         """Return unit vectors `[N, E]` of images."""
@@ -106,25 +117,6 @@ def preprocess(model: ImageTextModel, pixels_BCYX: Tensor) -> Tensor:
     if inputs.shape[-1] == size == inputs.shape[-2]:
         return inputs
     return F.interpolate(inputs, (size, size), mode="bilinear", antialias=True, align_corners=False)
-
-
-@torch.no_grad()
-def embed_texts(encoder: nn.Module, tokenizer: Any, texts: Sequence[str], batch_size: int = 256) -> Tensor:
-    """Mean-pooled unit text features, float32 `[len(texts), D]` on the CPU, pooled as in the sentence encoder's training."""
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # similar lengths together, to save padding
-    found: list[Tensor] = [torch.empty(0)] * len(texts)
-    device = next(encoder.parameters()).device
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
-        part = [texts[i] for i in rows]
-        options = {"padding": True, "truncation": True, "max_length": _LONGEST, "return_tensors": "pt"}
-        encoded = tokenized(tokenizer, part, **options).to(device)
-        states = encoder(input_ids=encoded.input_ids, attention_mask=encoded.attention_mask)
-        mask = encoded.attention_mask[..., None].float()
-        mean = F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1).cpu()
-        for i, vector in zip(rows, mean, strict=True):
-            found[i] = vector
-    return torch.stack(found)
 
 
 def load_image_tower(folder: Path) -> ImageTextModel:
@@ -163,11 +155,7 @@ def scorer_folder(source: str | Path) -> Path:
 def _settings(folder: Path) -> dict[str, Any]:
     for file in (folder / FILE, folder.parent / FILE):
         if file.is_file():
-            settings = read_object(file)
-            captions = settings.get("captions", [])
-            if not isinstance(captions, list) or not all(isinstance(text, str) for text in captions):
-                raise ValueError(f"{file} must hold a list of texts for captions")
-            return settings
+            return pick_values(read_object(file), {"text_encoder": TEXT, "captions": _CAPTIONS}, file)
     return {}
 
 
