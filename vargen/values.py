@@ -34,10 +34,8 @@ def parse_int(value: Any, least: int, most: int | None = None) -> int | None:
 
 def require_int(name: str, value: Any, least: int, most: int | None = None) -> int:
     """Return a whole number as `parse_int` does; ValueError for anything else."""
-    if (number := parse_int(value, least, most)) is None:
-        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name} must be a whole number {allowed}, got {short_repr(value)}")
-    return number
+    NumberRange(least, math.inf if most is None else most, is_integer=True).check(name, value)
+    return int(value)
 
 
 def short_repr(value: Any) -> str:
@@ -78,22 +76,27 @@ class NumberRange:
     optional: bool = False
     meaning: str = ""
 
+    def fits(self, value: Any) -> bool:
+        """Whether a value is allowed."""
+        number = parse_int(value, math.ceil(self.least)) if self.is_integer else parse_float(value)
+        if number is None:
+            return value is None and self.optional
+        return self.least <= number <= self.most and not (self.open_below and number == self.least)
+
     def check(self, name: str, value: Any) -> int | float | None:
         """Return the value as a plain int or float, or None where that is allowed."""
-        if value is None and self.optional:
-            return None
-        number = parse_int(value, math.ceil(self.least)) if self.is_integer else parse_float(value)
-        if number is None or not self.least <= number <= self.most or (self.open_below and number == self.least):
+        if not self.fits(value):
             raise ValueError(f"{name}{self.meaning and f', {self.meaning},'} must be {self.allowed}, got {short_repr(value)}")
-        return number
+        return None if value is None else int(value) if self.is_integer else float(value)
 
     @property
     def allowed(self) -> str:
-        kind = "a whole number" if self.is_integer else "a number"
-        bounds = f"{'above' if self.open_below else 'of at least'} {self.least:g}"
-        if self.most < math.inf:
-            bounds += f" and at most {self.most:g}"
-        return f"{kind} {bounds}{', or None' if self.optional else ''}"
+        """The allowed values in words."""
+        least, most = (limit if self.is_integer else f"{limit:g}" for limit in (self.least, self.most))
+        bounds = f"above {least} and at most {most}" if self.open_below else f"from {least} to {most}"
+        if self.most == math.inf:
+            bounds = f"above {least}" if self.open_below else f"of at least {least}"
+        return f"a {'whole ' * self.is_integer}number {bounds}{', or None' * self.optional}"
 
 
 def number_field(default: Any, least: float, most: float = math.inf, **options: Any) -> Any:

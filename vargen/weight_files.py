@@ -151,6 +151,13 @@ def _names(keys: Iterable[str], most: int = 3) -> str:
     return f"{len(ordered)} ({', '.join(ordered[:most])}{', ...' if len(ordered) > most else ''})"
 
 
+def rename(name: str, patterns: Iterable[tuple[str, str]]) -> str:
+    """Return a tensor's name in which regular expressions are replaced, in this order."""
+    for pattern, replacement in patterns:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 def load_pickle_safely(
     file: Path,
     classes: Iterable[Any] = (),

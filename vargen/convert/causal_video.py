@@ -7,7 +7,6 @@ docs/models.md lists them with their licenses.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from itertools import pairwise
@@ -26,6 +25,7 @@ from vargen.convert.state_dicts import (
 )
 from vargen.convert.wan import WanPart, detect_transformer, read_transformer, read_wan_parts, resolve_latent_size
 from vargen.files import atomic_folder
+from vargen.folders.json_files import read_object
 from vargen.models.causal_video.cache import validate_attention_window
 from vargen.models.causal_video.network import CausalVideoTransformer
 from vargen.values import parse_int, short_repr
@@ -187,9 +187,7 @@ def _draft_defaults(file: Path, draft_steps: str | None, defaults: Mapping[str, 
 
 
 def _same_weights(a: State, b: State) -> bool:
-    if {name: value.dtype for name, value in a.items()} != {name: value.dtype for name, value in b.items()}:
-        return False
-    return all(torch.equal(value, b[name]) for name, value in a.items())
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
 
 
 def _validate_pair(draft: Mapping[str, Any], draft_file: Path, config: Mapping[str, Any], file: Path) -> None:
@@ -230,17 +228,9 @@ def _refuse_other_algorithms(file: Path) -> None:
         raise ValueError(f"{file} belongs to a model of {reason}")
     if not file.name.startswith("diffusion_pytorch_model"):
         return
-    for place in (file.parent / "config.json", file.parent.parent / "model_index.json"):
-        kind = _read_class_name(place)
+    places = (file.parent / "config.json", file.parent.parent / "model_index.json")
+    for kind in (str(read_object(place).get("_class_name")) for place in places if place.is_file()):
         if kind in _NOT_CAUSAL:
             raise ValueError(f"{file} is Wan's own model, which is not causal: give a model distilled from it")
         if kind.startswith("AnyFlow"):
             raise ValueError(f"{file} is AnyFlow: it predicts averages over intervals of time, and vargen velocities")
-
-
-def _read_class_name(file: Path) -> str:
-    """Return the class that a configuration names; empty without one."""
-    try:
-        return str(json.loads(file.read_text("utf-8")).get("_class_name", ""))
-    except (OSError, ValueError, AttributeError):
-        return ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,9 @@ def read_checkpoint(file: Path, prefer: str | Sequence[str] = ()) -> State:
     order = ("trainer", *preferred, *(_AVERAGED + _TRAINED if "ema" in preferred else _TRAINED + _AVERAGED))
     for _ in range(_MAX_DEPTH):
         content = _nest_prefixes(content, file)
-        found = [place for place in dict.fromkeys(order) if _holds_weights(content.get(place))]
+        inner = {place: content.get(place) for place in order}
+        inner = {place: held for place, held in inner.items() if isinstance(held, Mapping)}
+        found = [place for place, held in inner.items() if any(isinstance(each, Tensor | Mapping) for each in held.values())]
         if not found:
             break
         if len(found) > 1:
@@ -113,10 +114,6 @@ def _read_parts(index: Path) -> State:
             raise ValueError(f"{index.parent / name} does not hold the tensors that {index.name} names")
         state |= part
     return state
-
-
-def _holds_weights(content: Any) -> bool:
-    return isinstance(content, Mapping) and any(isinstance(value, Tensor | Mapping) for value in content.values())
 
 
 def _nest_prefixes(content: Mapping[Any, Any], file: Path) -> dict[str, Any]:
@@ -212,16 +209,6 @@ def require_equal(both: str, *pairs: tuple[str, int, int]) -> None:
 def count_modules(state: State, prefix: str) -> int:
     """Return the number of entries after `prefix`."""
     return len({key[len(prefix) :].split(".")[0] for key in state if key.startswith(prefix)})
-
-
-def rename_tensors(state: State, names: Sequence[tuple[str, str]]) -> State:
-    """Return the tensors under new names: regular expressions are replaced in this order in each name."""
-    renamed: State = {}
-    for name, value in state.items():
-        for pattern, replacement in names:
-            name = re.sub(pattern, replacement, name)
-        renamed[name] = value
-    return renamed
 
 
 def require_inputs(**inputs: Path | None) -> None:

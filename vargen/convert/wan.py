@@ -21,7 +21,6 @@ from vargen.convert.state_dicts import (
     count_modules,
     describe_network,
     read_checkpoint,
-    rename_tensors,
     require_shape,
 )
 from vargen.folders.networks import NetworkFolder
@@ -30,6 +29,7 @@ from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.text_encoder import TEXT_ENCODERS
 from vargen.models.tokenizers.video_vae import AutoencoderKLWan
 from vargen.values import short_repr
+from vargen.weight_files import rename
 
 _KIND = "causal video transformer"
 HEAD_DIM = 128  # in all official models
@@ -94,7 +94,7 @@ def to_original_names(state: State, file: Path) -> State:
     if "patch_embedding.weight" not in state:
         raise ValueError(f"{file} is not a {_KIND}: it has no patch_embedding.weight")
     from_diffusers = any(name.startswith("condition_embedder.") for name in state)
-    return rename_tensors(state, _ORIGINAL_NAMES) if from_diffusers else state
+    return {rename(name, _ORIGINAL_NAMES if from_diffusers else ()): value for name, value in state.items()}
 
 
 def read_transformer(files: Sequence[Path], averaged: bool) -> State:
@@ -212,7 +212,7 @@ def _read_text_encoder(place: Path) -> WanPart:
         return WanPart(UMT5EncoderModel, config, partial(copytree, place))
     state = read_checkpoint(place)
     found = _detect_text_encoder(state, place)
-    state = rename_tensors(state, _TEXT_NAMES)
+    state = {rename(name, _TEXT_NAMES): value for name, value in state.items()}
     state["encoder.embed_tokens.weight"] = state["shared.weight"]
 
     def build(**arguments: Any) -> Any:

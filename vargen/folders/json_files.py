@@ -10,11 +10,12 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vargen.reading import open_regular
-from vargen.values import parse_float, parse_int, short_repr
+from vargen.values import NumberRange, short_repr
 
 INCOMPLETE = "the folder is incomplete, download or convert it again"
 # Configuration keys that make the library fetch or run code: remote classes of transformers and diffusers, and kernels from
@@ -33,29 +34,15 @@ def expect(fits: bool, name: str, value: Any, file: Path, expected: str) -> None
 
 @dataclass(frozen=True)
 class Kind:
-    """The values that a setting may have: a test, and what it accepts in words."""
+    """The values that a setting may have: a test, and what it accepts in words; of numbers, a `NumberRange`."""
 
     fits: Callable[[Any], bool]
-    expected: str
+    allowed: str
 
 
+whole = partial(NumberRange, is_integer=True)
 BOOL = Kind(lambda value: isinstance(value, bool), "true or false")
 TEXT = Kind(lambda value: isinstance(value, str) and len(value) <= _LONGEST, f"text of at most {_LONGEST} characters")
-
-
-def number(least: float, most: float) -> Kind:
-    """Finite numbers from `least` to `most`."""
-
-    def fits(value: Any) -> bool:
-        found = parse_float(value)
-        return found is not None and least <= found <= most
-
-    return Kind(fits, f"a number from {least:g} to {most:g}")
-
-
-def whole(least: int, most: int) -> Kind:
-    """Whole numbers from `least` to `most`."""
-    return Kind(lambda value: parse_int(value, least, most) is not None, f"a whole number from {least} to {most}")
 
 
 def choice(*allowed: str) -> Kind:
@@ -106,11 +93,11 @@ def read_config(file: Path) -> dict[str, Any]:
     return config
 
 
-def pick_values(values: Mapping[str, Any], kinds: Mapping[str, Kind], file: Path) -> dict[str, Any]:
+def pick_values(values: Mapping[str, Any], kinds: Mapping[str, Kind | NumberRange], file: Path) -> dict[str, Any]:
     """Return those values that are listed in `kinds` and are not null, each of which must fit."""
     found = {name: values[name] for name in kinds if values.get(name) is not None}
     for name, value in found.items():
-        expect(kinds[name].fits(value), name, value, file, kinds[name].expected)
+        expect(kinds[name].fits(value), name, value, file, kinds[name].allowed)
     return found
 
 

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vargen.folders.json_files import BOOL, TEXT, Kind, expect, number, read_config, whole
+from vargen.folders.json_files import BOOL, TEXT, Kind, expect, read_config, whole
+from vargen.values import NumberRange
 from vargen.weight_files import (
     MAX_LAYERS,
     find_weight_files,
@@ -50,6 +51,7 @@ _FLOAT_LIMITS: dict[str, tuple[float, float]] = {
 }
 
 
+_type_hints = cache(get_type_hints)
 _RANDOM = {Tensor.normal_, Tensor.uniform_}
 
 
@@ -129,31 +131,26 @@ class NetworkFolder:
 
 def _validate_config(network_class: type, config: Mapping[str, Any], file: Path) -> None:
     """Validate a configuration against the argument types of a network's class, without building the network."""
-    for name, hint in _argument_types(network_class).items():
+    for name, hint in _type_hints(network_class.__init__).items():
         types = get_args(hint) if NoneType in get_args(hint) else (hint,)
         kind = _find_kind(name, types[0])
         if name not in config or kind is None or (config[name] is None and NoneType in types):
             continue
-        expect(kind.fits(config[name]), name, config[name], file, kind.expected + " or null" * (NoneType in types))
+        expect(kind.fits(config[name]), name, config[name], file, kind.allowed + " or null" * (NoneType in types))
 
 
-@cache
-def _argument_types(network_class: type) -> dict[str, Any]:
-    return get_type_hints(network_class.__init__)  # type: ignore[misc]
-
-
-def _find_kind(name: str, hint: Any) -> Kind | None:
+def _find_kind(name: str, hint: Any) -> Kind | NumberRange | None:
     """Return the values that an argument may have; None for a choice of texts, which the class itself validates."""
     each = whole(*_INTEGER_LIMITS.get(name, (1, _MAX_SIZE)))
     if hint in (bool, str, int, float):
-        return {bool: BOOL, str: TEXT, int: each, float: number(*_FLOAT_LIMITS.get(name, (-1e9, 1e9)))}[hint]
+        return {bool: BOOL, str: TEXT, int: each, float: NumberRange(*_FLOAT_LIMITS.get(name, (-1e9, 1e9)))}[hint]
     if get_origin(hint) is None or int not in get_args(hint):
         return None
 
     def fits(value: Any) -> bool:
         return isinstance(value, list | tuple) and 1 <= len(value) <= _MAX_LENGTH and all(map(each.fits, value))
 
-    return Kind(fits, f"a list of 1 to {_MAX_LENGTH} times {each.expected}")
+    return Kind(fits, f"a list of 1 to {_MAX_LENGTH} times {each.allowed}")
 
 
 def config_value(config: Any, setting: str) -> Any:

@@ -35,12 +35,7 @@ _MAX_CONSTANT = 200  # characters of a text within an expression, which a loop m
 
 
 class ProcessorClasses(Protocol):
-    """Names of the classes of a model and of the parts of its processor, as its description has them.
-
-    Attributes:
-        tokenizer_names: the usual one first.
-        uses_template: whether prompts pass through the chat template of the processor.
-    """
+    """Names of the classes of a model and of the parts of its processor, and whether prompts pass through its chat template."""
 
     class_name: str
     processor_name: str
@@ -139,7 +134,7 @@ def reduce_template(text: str, file: Path, tokens: Mapping[str, Any]) -> str:
     trims = not (before.endswith(_ROOM) and after.startswith(_ROOM))
     parts = before.removesuffix(_ROOM), after.removeprefix(_ROOM)
     for part in parts:
-        expect(TEXT.fits(part), "text beside a prompt", part, file, TEXT.expected)
+        expect(TEXT.fits(part), "text beside a prompt", part, file, TEXT.allowed)
     shown_text = "part['text'] | trim" if trims else "part['text']"
     loops = "{% for message in messages %}{% for part in message['content'] %}"
     return f"{loops}{{{{ {parts[0]!a} }}}}{{{{ {shown_text} }}}}{{{{ {parts[1]!a} }}}}{{% endfor %}}{{% endfor %}}"

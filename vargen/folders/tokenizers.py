@@ -24,7 +24,6 @@ from vargen.folders.json_files import (
     choice,
     expect,
     fill_folder,
-    number,
     one_line,
     pick_values,
     read_config,
@@ -32,7 +31,7 @@ from vargen.folders.json_files import (
     read_object,
     whole,
 )
-from vargen.values import short_repr
+from vargen.values import NumberRange, short_repr
 
 # Files with the vocabulary of a tokenizer, any one of which suffices; the others by class name.
 _TOKENIZER_FILE = "tokenizer.json"
@@ -84,7 +83,7 @@ _SETTINGS = {
     **dict.fromkeys(_TOKENS, _TOKEN),
     **dict.fromkeys(_FLAGS, BOOL),
     **dict.fromkeys(("padding_side", "truncation_side"), choice("left", "right")),
-    "model_max_length": number(0, 2**100),
+    "model_max_length": NumberRange(0, 2**100),
     "extra_ids": whole(0, 1000),
 }
 
@@ -268,7 +267,7 @@ def _validate_ids(content: Mapping[str, Any], file: Path) -> None:
             ids += found if isinstance(found, list) else [None]
         ids += [part[name][1] for name in ("sep", "cls") if isinstance(part.get(name), list) and len(part[name]) == 2]
     for each in ids:
-        expect(_ID.fits(each), "the token id", each, file, _ID.expected)
+        expect(_ID.fits(each), "the token id", each, file, _ID.allowed)
 
 
 def _validate_padding(padding: Any, file: Path) -> None:
@@ -276,7 +275,7 @@ def _validate_padding(padding: Any, file: Path) -> None:
     if isinstance(padding, dict):  # the parser refuses others
         strategy, multiple = padding.get("strategy"), padding.get("pad_to_multiple_of") or 0
         for tokens in (strategy.get("Fixed") if isinstance(strategy, dict) else 0, multiple):
-            expect(_PADDING.fits(tokens), "padding", tokens, file, _PADDING.expected)
+            expect(_PADDING.fits(tokens), "padding", tokens, file, _PADDING.allowed)
 
 
 # -- settings -------------------------------------------------------------------------------------------------------------
@@ -306,7 +305,7 @@ def _read_more_tokens(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
         fits = isinstance(given, dict) or (isinstance(given, list) and not is_decoder)
         expect(fits and len(given) <= _MAX_ADDED, name, given, file, f"at most {_MAX_ADDED} tokens")
         for each in given if isinstance(given, list) else given.values():
-            expect(_is_token(each), name, each, file, _TOKEN.expected)
+            expect(_is_token(each), name, each, file, _TOKEN.allowed)
         for key in given if isinstance(given, dict) else ():
             fits = key.isascii() and key.isdecimal() and _ID.fits(int(key[:10])) if is_decoder else key.isidentifier()
             expect(fits, name, key, file, "an id of a token" if is_decoder else "a name of a token")

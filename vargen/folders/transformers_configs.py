@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vargen.folders.json_files import BOOL, Kind, choice, expect, number, one_line, pick_values, read_config, whole
+from vargen.folders.json_files import BOOL, Kind, choice, expect, one_line, pick_values, read_config, whole
+from vargen.values import NumberRange
 from vargen.weight_files import MAX_LAYERS
 
 # Keys that every configuration may have, beside the arguments of its own class.
@@ -40,7 +41,7 @@ _GENERATION = (
 _QUANTIZATION = {
     **dict.fromkeys(("load_in_8bit", "load_in_4bit", "llm_int8_has_fp16_weight"), BOOL),
     **dict.fromkeys(("llm_int8_enable_fp32_cpu_offload", "bnb_4bit_use_double_quant"), BOOL),
-    "llm_int8_threshold": number(-math.inf, math.inf),
+    "llm_int8_threshold": NumberRange(-math.inf, math.inf),
     "llm_int8_skip_modules": Kind(lambda value: isinstance(value, list) and all(map(_is_name, value)), "names of modules"),
     "quant_method": choice("bitsandbytes"),
     "bnb_4bit_quant_type": choice("fp4", "nf4"),
@@ -67,14 +68,15 @@ def pick_config(
             continue
         part_class = getattr(transformers, part)
         what = given.get("model_type", part_class.model_type) if isinstance(given, dict) else given
-        expect(what == part_class.model_type, name, what, file, f"a configuration of {part_class.model_type!r}")
+        fits = isinstance(given, dict) and what == part_class.model_type
+        expect(fits, name, what, file, f"a configuration of {part_class.model_type!r}")
         found[name] = {**pick_config(part_class, given, {}, file, num_tensors), "model_type": part_class.model_type}
     known = _list_arguments(config_class)
     for name in (known.keys() | _COMMON) - parts.keys():
         if name in values:
             value, usual = values[name], type(known.get(name))
             expect(not isinstance(value, bool) or usual not in (int, float), name, value, file, "a number")
-            expect(value is None or isinstance(value, bool) or usual is not bool, name, value, file, BOOL.expected)
+            expect(value is None or isinstance(value, bool) or usual is not bool, name, value, file, BOOL.allowed)
             found[name] = _validate_value(name, value, file, num_tensors)
     levels, blocks = found.get("channel_multiplier"), found.get("num_res_blocks")
     if isinstance(levels, list) and isinstance(blocks, int) and len(levels) * blocks > num_tensors:
@@ -129,12 +131,12 @@ def _validate_value(name: str, value: Any, file: Path, num_tensors: int, depth: 
         return value
     if name in _COUNTS and value is not None:
         allowed = whole(0, min(MAX_LAYERS, num_tensors))
-        expect(allowed.fits(value), name, value, file, f"{allowed.expected}, as its weights hold {num_tensors} tensors")
+        expect(allowed.fits(value), name, value, file, f"{allowed.allowed}, as its weights hold {num_tensors} tensors")
         return value
     if value is None or isinstance(value, bool) or _is_name(value):
         return value
     if name.endswith("_eps"):
-        expect(number(0, 1).fits(value), name, value, file, "a number from 0 to 1")
+        expect(NumberRange(0, 1).fits(value), name, value, file, "a number from 0 to 1")
     if isinstance(value, int) and (1 if name in _LIMITS else -1) <= value <= _LIMITS.get(name, _MAX_SIZE):
         return value
     if isinstance(value, float) and math.isfinite(value):

@@ -11,6 +11,7 @@ import re
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -29,6 +30,7 @@ from vargen.weight_files import (
     WeightHeader,
     find_weight_files,
     read_headers,
+    rename,
     validate_dtypes,
     validate_layer_counts,
     validate_shapes,
@@ -95,10 +97,11 @@ class StoredNetwork:
                 raise ValueError(f"{folder} holds {single} beside the index of other files; remove one of them")
         self.names: dict[str, str] = {}  # stored names by current ones
         for name in self.files:
-            if (other := self.names.setdefault(self._current_name(name), name)) != name:
+            if (other := self.names.setdefault(rename(name, kind.renamed), name)) != name:
                 raise ValueError(f"{folder} stores {name} twice, also as {other}; download the folder again")
         validate_layer_counts(header, values, kind.layers, file)
         self.is_quantized = bool(values.get("quantization_config"))
+        self._ignored = re.compile("|".join([_COMPUTED, *kind.ignored, *[_SCALES] * self.is_quantized]))
         picked = pick_config(self.network_class.config_class, values, kind.parts or {}, file, len(self.files))
         try:
             self.config = self.network_class.config_class(**picked)
@@ -118,15 +121,6 @@ class StoredNetwork:
         floats = [getattr(torch, _DTYPES[header[name].dtype]) for name in self.files if header[name].dtype in _DTYPES]
         self.dtype = reduce(torch.promote_types, floats) if floats else torch.float32
 
-    def _current_name(self, name: str) -> str:
-        for pattern, replacement in self.kind.renamed:
-            name = re.sub(pattern, replacement, name)
-        return name
-
-    def _is_ignored(self, name: str) -> bool:
-        patterns = [_COMPUTED, *self.kind.ignored, *([_SCALES] if self.is_quantized else [])]
-        return any(re.search(each, name) for each in patterns)
-
     def _tied_names(self, name: str) -> list[str]:
         """Names of the same parameter, the given one included."""
         return [other for other, value in self._expected.items() if value is self._expected[name]]
@@ -141,8 +135,8 @@ class StoredNetwork:
         shapes = {name: info.shape for name, info in found.items()}
         if self.is_quantized:  # packed weights have other shapes
             shapes = {name: expected.get(name, shape) for name, shape in shapes.items()}
-        ignored = [name for name in found if name not in self._expected and self._is_ignored(name)]
-        validate_shapes({name: shape for name, shape in shapes.items() if name not in ignored}, expected, str(self.folder))
+        used = {name: shape for name, shape in shapes.items() if name in self._expected or not self._ignored.search(name)}
+        validate_shapes(used, expected, str(self.folder))
         if not self.is_quantized:
             floats = {name: found[name] for name in found if name in expected and self._expected[name].is_floating_point()}
             validate_dtypes(floats, str(self.folder))
@@ -155,39 +149,31 @@ class StoredNetwork:
         Args:
             dtype: of its parameters; None selects the narrowest that holds all stored weights.
             options: of `from_pretrained` of transformers that place or quantize.
-
-        Raises:
-            ValueError: if a parameter is not the stored tensor of its name, or the library cannot load the weights.
-            ImportError: if the package of a quantization is not installed.
         """
-        place = tempfile.TemporaryDirectory(prefix="vargen-")
-        try:
-            fill_folder(Path(place.name), self._files_to_read(Path(place.name)))
+        with ExitStack() as stack:
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vargen-")))
+            fill_folder(place, self._files_to_read(place))
             options = {_DTYPE: dtype or self.dtype, "use_safetensors": True, "local_files_only": True, **options}
             try:
-                network = self.network_class.from_pretrained(
-                    Path(place.name), config=self.config, trust_remote_code=False, **options
-                ).eval()
+                network = self.network_class.from_pretrained(place, config=self.config, trust_remote_code=False, **options)
             except (ImportError, MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # as above
                 raise ValueError(f"{self.folder} cannot be loaded: {one_line(error)}") from error
-            self._verify(network)
+            self._verify(network.eval())
             if any(value.is_meta for value in network.state_dict().values()):  # on disk: read in each pass
-                weakref.finalize(network, place.cleanup)
-                place = None  # type: ignore[assignment]
-            return network
-        finally:
-            if place is not None:
-                place.cleanup()
+                weakref.finalize(network, stack.pop_all().close)
+        return network
 
     def _files_to_read(self, place: Path) -> dict[str, Path | Mapping[str, Any]]:
         """Return links to the weight files and their index; writes a copy of tied embeddings stored under their other name."""
         paths = sorted(set(self.files.values()))
         shard = {path: f"model-{i:05}-of-{len(paths):05}.safetensors" for i, path in enumerate(paths, 1)}
-        index = {name: shard[path] for name, path in self.files.items() if not self._is_ignored(self._current_name(name))}
+        index = {stored: shard[self.files[stored]] for name, stored in self.names.items() if not self._ignored.search(name)}
         absent = [name for name in self._expected if name not in self.names]  # their tied names are stored
-        source = self._embeddings_name() if absent else ""
+        # From the input embeddings, by their first name, the library fills those that are tied to them.
+        embeddings = self.network.get_input_embeddings().weight if absent else None
+        source = next((name for name, value in self._expected.items() if value is embeddings), "")
         if source in absent:
             stored = next(self.names[name] for name in self._tied_names(source) if name in self.names)
             with safe_open(str(self.files[stored]), "pt") as opened:
@@ -196,11 +182,6 @@ class StoredNetwork:
         files: dict[str, Path | Mapping[str, Any]] = {name: path for path, name in shard.items()}
         files |= {"config.json": self.config.to_dict(), "generation_config.json": self.generation}
         return {**files, "model.safetensors.index.json": {"metadata": {}, "weight_map": index}}
-
-    def _embeddings_name(self) -> str:
-        """Name of the input embeddings, from which the library fills those that are tied to them."""
-        embeddings = self.network.get_input_embeddings().weight
-        return next(name for name, value in self._expected.items() if value is embeddings)
 
     def _verify(self, network: Any) -> None:
         """Raise ValueError unless every stored tensor is the parameter of its name, after the cast, and none is missing."""
@@ -214,10 +195,8 @@ class StoredNetwork:
                     if self.files[stored] == path and name in loaded and name not in offloaded:
                         self._compare(name, loaded[name], opened.get_tensor(stored))
         present = {value.data_ptr() for name, value in loaded.items() if name in self.names}
-        for name, value in loaded.items():
-            if name in self.names or name in offloaded or value.data_ptr() in present or self.is_quantized:
-                continue
-            if name in self._expected:
+        for name in set() if self.is_quantized else self._expected.keys() & loaded.keys() - self.names.keys() - offloaded:
+            if loaded[name].data_ptr() not in present:
                 raise ValueError(f"{self.folder} stores no value for {name}")
 
     def _compare(self, name: str, value: Tensor, stored: Tensor) -> None:

@@ -7,7 +7,6 @@ transformers' classes; the official file of ImageReward, whose names are mapped,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +24,7 @@ from vargen.compat import tokenized
 from vargen.folders.tokenizers import load_tokenizer
 from vargen.folders.transformers_networks import NetworkKind, StoredNetwork
 from vargen.scoring.protocol import BatchedScorer, Images, require_local_file, to_pil
-from vargen.weight_files import load_pickle_safely, validate_shapes, weights_digest
+from vargen.weight_files import load_pickle_safely, rename, validate_shapes, weights_digest
 
 SIDE = 224  # pixels of both models
 _PIXEL_MEAN, _PIXEL_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # as for CLIP
@@ -108,8 +107,7 @@ def build_image_reward(official: dict[str, Tensor], file: Path) -> ImageRewardNe
     """Build the network with the weights of an official state dict, in float32; errors name `file`."""
     state: dict[str, Tensor] = {}
     for name, value in official.items():
-        for pattern, replacement in _NAMES:
-            name = re.sub(pattern, replacement, name)
+        name = rename(name, _NAMES)
         if name.startswith(("vision.", "text.", "mlp.")) and not name.endswith("position_ids"):
             state[name] = value.float()
     with torch.device("meta"):
