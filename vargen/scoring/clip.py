@@ -61,7 +61,7 @@ class CLIPScorer(BatchedScorer):
         self.clip, self.prefix = network.eval().requires_grad_(False), prefix
         self.identity = f"clip-{model}-{weights_digest(self.clip)}-{prefix}"
         tag = Path(given).name if given and Path(given).exists() else given or ""
-        super().__init__(f"clip {model} {tag}".strip(), True, device, batch_size)
+        super().__init__(f"clip {model} {tag}".strip(), device, batch_size)
 
     def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
         texts = self.tokenize([f"{self.prefix} {prompt}".strip() for prompt in prompts]).to(self.device)

@@ -67,7 +67,7 @@ class ImageTextScorer(BatchedScorer):
                 f"{str(folder)!r} takes {self.model.config.text_dim}: name the encoder that it was trained with"
             )
         name = str(source) if str(source) in packaged_scorers() else Path(source).resolve().name
-        super().__init__(name, True, device, batch_size)
+        super().__init__(name, device, batch_size)
         self._latest: dict[str, Tensor] = {}
         captions = settings.get("captions", [])
         self.identity = f"{tower_identity(self.model)}-{weights_digest(self.encoder)}-{captions}"

@@ -44,12 +44,13 @@ class BatchedScorer:
     """Base class of scorers that only have `score_batch`: splits into batches, and validates as `score_images` does.
 
     Args:
-        name, higher_is_better: see `Scorer`.
-        device: where its network runs. batch_size: maximum number of images per batch.
+        name: see `Scorer`. device: where its network runs. batch_size: maximum number of images per batch.
     """
 
-    def __init__(self, name: str, higher_is_better: bool = True, device: torch.device | str = "cpu", batch_size: int = 32):
-        self.name, self.higher_is_better = name, higher_is_better
+    higher_is_better = True
+
+    def __init__(self, name: str, device: torch.device | str = "cpu", batch_size: int = 32):
+        self.name = name
         self.device, self.batch_size = torch.device(device), require_int("batch_size", batch_size, 1)
 
     def score(self, images: Images, prompts: Sequence[str]) -> Tensor:

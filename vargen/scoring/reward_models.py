@@ -24,7 +24,7 @@ from vargen.compat import tokenized
 from vargen.folders.tokenizers import load_tokenizer
 from vargen.folders.transformers_networks import NetworkKind, StoredNetwork
 from vargen.scoring.protocol import BatchedScorer, Images, require_local_file, to_pil
-from vargen.weight_files import load_pickle_safely, rename, validate_shapes, weights_digest
+from vargen.weight_files import list_shapes, load_pickle_safely, rename, validate_shapes, weights_digest
 
 SIDE = 224  # pixels of both models
 _PIXEL_MEAN, _PIXEL_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # as for CLIP
@@ -112,8 +112,7 @@ def build_image_reward(official: dict[str, Tensor], file: Path) -> ImageRewardNe
             state[name] = value.float()
     with torch.device("meta"):
         network = ImageRewardNetwork()
-    expected = {name: tuple(value.shape) for name, value in network.state_dict().items()}
-    validate_shapes({name: tuple(value.shape) for name, value in state.items()}, expected, str(file))
+    validate_shapes(list_shapes(state), list_shapes(network.state_dict()), str(file))
     network.load_state_dict(state, assign=True)
     for module in network.modules():  # a buffer stored in no file
         if isinstance(ids := getattr(module, "position_ids", None), Tensor):
@@ -140,9 +139,9 @@ class ImageRewardScorer(BatchedScorer):
         words = packaged_model_path("emoji") / "tokenizer" if tokenizer is None else tokenizer
         folder = require_local_file(words, "tokenizer", "ImageReward", "give a folder with bert-base-uncased's vocab.txt")
         self.tokenizer = load_tokenizer(folder, "BertTokenizerFast")
-        self.network = build_image_reward(load_pickle_safely(file, if_damaged=_IMAGE_REWARD), file).to(device)
+        self.network = build_image_reward(load_pickle_safely(file, advice=_IMAGE_REWARD), file).to(device)
         self.identity = f"image-reward-{weights_digest(self.network)}"
-        super().__init__("image-reward", True, device, batch_size)
+        super().__init__("image-reward", device, batch_size)
 
     def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
         pixels = preprocess_images(images).to(self.device)
@@ -182,7 +181,7 @@ class PickScoreScorer(BatchedScorer):
             raise ValueError(f"cannot use weights {str(folder)!r} and tokenizer {str(words)!r}: {error}") from error
         self.length = self.network.config.text_config.max_position_embeddings
         self.identity = f"pick-score-{weights_digest(self.network)}"
-        super().__init__("pick-score", True, device, batch_size)
+        super().__init__("pick-score", device, batch_size)
 
     def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
         pixels = preprocess_images(images).to(self.device)
