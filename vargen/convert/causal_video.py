@@ -28,7 +28,7 @@ from vargen.files import atomic_folder
 from vargen.folders.json_files import read_object
 from vargen.models.causal_video.cache import validate_attention_window
 from vargen.models.causal_video.network import CausalVideoTransformer
-from vargen.values import parse_int, short_repr
+from vargen.values import require_int, short_repr
 
 _FRAMES = 21  # latent frames of the videos on which the official models were trained
 _BLOCK_FRAMES, _STEPS, _SHIFT = 3, "1000,750,500,250", 5.0  # of Self-Forcing
@@ -96,25 +96,18 @@ def convert_causal_video(
         n_head: number of attention heads, for a width that is not a multiple of 128. A drafting model's have the same width.
         size: rows and columns of the videos, in pixels. Default: 480 832, or 704 1280 for Wan2.2's latents.
         dtype: storage dtype of transformers; by default that of the file.
-
-    Raises:
-        OSError: an input is missing, or `output` is not empty or cannot be written; raised before anything is read.
-        ValueError: a file is damaged or of another kind of model, the models do not match, or a setting is out of range.
-            Raised before weights are read, except for weights that are not finite.
     """
-    given: dict[str, Any] = {"block_frames": block_frames, "window": window, "sinks": sinks, "steps": steps}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {"block_frames": block_frames, "window": window, "sinks": sinks, "steps": steps, "no_warp": no_warp or None}
     if not transformer:
         raise ValueError("transformer must be one file or more, got none")
     with atomic_folder(output) as folder:
         require_inputs(wan=wan)
-        for name, files in (("transformer", transformer), ("draft", draft)):
-            for file in files:
-                require_inputs(**{name: file})
-                _refuse_other_algorithms(file)
+        for file in (*transformer, *draft):
+            require_inputs(**{"transformer" if file in transformer else "draft": file})
+            _refuse_other_algorithms(file)
         file = transformer[0]
         state = read_transformer(transformer, not no_ema)
-        settings = {**(_find(file, PUBLISHED) or {}), **given, **({"no_warp": True} if no_warp else {})}
+        settings = (_find(file, PUBLISHED) or {}) | {name: value for name, value in given.items() if value is not None}
         defaults = _validate_settings(settings, image, draft_steps)
         config = detect_transformer(state, file, n_head)
         config |= resolve_latent_size(size, config["channels"], config["patch"])
@@ -148,8 +141,7 @@ def _validate_settings(settings: Mapping[str, Any], image: bool, draft_steps: st
     """Return the `defaults` of the folder."""
     block, window = settings.get("block_frames", _BLOCK_FRAMES), settings.get("window")
     sinks = settings.get("sinks", 0)
-    if parse_int(block, 1, _FRAMES) is None:
-        raise ValueError(f"block_frames must be a whole number from 1 to {_FRAMES}, got {short_repr(block)}")
+    require_int("block_frames", block, 1, _FRAMES)
     validate_attention_window(window, sinks, block)
     return {
         "steps": parse_steps(settings.get("steps", _STEPS), "steps"),

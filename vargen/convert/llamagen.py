@@ -66,16 +66,11 @@ def convert_llamagen(
         dtype: storage dtype of the transformer and the text encoder; by default those of the files.
         n_head: number of attention heads, for a width and depth outside the official table.
         grid_size: side of the token grid, if neither the file nor its name (256, 384 or 512 pixels) determines it.
-
-    Raises:
-        OSError: an input is missing, or `output` is not empty or cannot be written; raised before anything is read.
-        ValueError: a file is damaged or not what its argument takes, the files do not match, or heads or grid are unknown.
     """
     if tokenizer is not None and text_encoder is None:
         raise ValueError("tokenizer comes with a text_encoder; give both, or neither and use prompt_embeds")
     with atomic_folder(output) as folder:
-        require_inputs(transformer=transformer, vq=vq, id2label=id2label)
-        require_inputs(text_encoder=text_encoder, tokenizer=tokenizer)
+        require_inputs(transformer=transformer, vq=vq, id2label=id2label, text_encoder=text_encoder, tokenizer=tokenizer)
         gpt, codes = read_checkpoint(transformer), read_checkpoint(vq, prefer="ema")
         vq_config = detect_vq(codes, vq)
         config = detect_transformer(gpt, transformer, 2 ** (len(vq_config["encoder_ch_mult"]) - 1), n_head, grid_size)
@@ -131,10 +126,7 @@ def _resolve_heads(file: Path, dim: int, layers: int, stored: int | None, given:
     """Return the number of heads: that of the rotary table, else as given, else that of the official size."""
     heads = given or stored or HEADS.get((dim, layers))
     if heads is None:
-        raise ValueError(
-            f"{file} has width {dim} and {layers} layers, which is no official size, and no tensor's shape "
-            "tells the number of heads: give n_head"
-        )
+        raise ValueError(f"{file} has width {dim} and {layers} layers, which is no official size: give n_head")
     if stored not in (None, heads):
         raise ValueError(f"n_head={heads} contradicts {file}, whose freqs_cis is made for {stored} heads")
     if heads < 0 or dim % heads:
@@ -153,10 +145,8 @@ def _resolve_grid(file: Path, cells: int | None, downsampling: int, given: int |
         return side
     pixels = set(re.findall(r"(?<!\d)(?:256|384|512)(?!\d)", file.stem))
     if len(pixels) != 1:
-        raise ValueError(
-            f"the grid of {file} is unknown: the weights fit any, and the file name does not say 256, 384 or "
-            f"512 pixels. Give grid_size, the tokens along a side (pixels / {downsampling})"
-        )
+        given_by = f"give grid_size, the tokens along a side (pixels / {downsampling})"
+        raise ValueError(f"the grid of {file} is unknown, as its name does not say 256, 384 or 512 pixels: {given_by}")
     return int(pixels.pop()) // downsampling
 
 

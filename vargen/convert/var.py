@@ -47,9 +47,6 @@ def convert_var(
         output: folder to create. It appears whole or not at all.
         id2label: JSON file of class names, `{"0": "name, synonym"}` or a list of names.
         dtype: storage dtype of the transformer; by default that of the file.
-
-    Raises:
-        OSError, ValueError: as in `convert_llamagen`.
     """
     with atomic_folder(output) as folder:
         require_inputs(transformer=transformer, vae=vae, id2label=id2label)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from vargen.folders.json_files import BOOL, TEXT, Kind, expect, one_line, pick_values, read_config, read_data, whole
+from vargen.folders.json_files import BOOL, TEXT, Allowed, Kind, expect, one_line, pick_values, read_config, read_data, whole
 from vargen.folders.tokenizers import load_tokenizer, report_panics
 from vargen.values import parse_float
 
@@ -18,7 +18,10 @@ _IMAGE_SETTINGS = (
     "do_resize size resample do_rescale rescale_factor do_normalize image_mean image_std do_convert_rgb do_pad min_size "
     "background_color min_pixels max_pixels spatial_factor do_center_crop crop_size patch_size temporal_patch_size merge_size"
 ).split()
-_SETTINGS = {"image_seq_length": whole(0, 2**16), "use_default_system_prompt": BOOL}  # beside parts and templates
+_SETTINGS: dict[str, Allowed] = {
+    "image_seq_length": whole(0, 2**16),
+    "use_default_system_prompt": BOOL,
+}  # beside parts and templates
 _MAX_SETTING = 2**31
 
 _MAX_TEMPLATE = 2**16  # characters
@@ -60,13 +63,14 @@ def _build_processor(folder: Path, model: ProcessorClasses) -> Any:
     settings = read_config(file) if file.is_file() else {}
     _refuse_other_processor(settings, file, model)
     values = pick_values(settings, _SETTINGS, file)
-    template = None
-    if model.uses_template:
-        template = reduce_template(*_find_template(folder, settings), tokenizer.special_tokens_map)
+    more = {}
+    if model.uses_template:  # these models need transformers 5, which saves templates in this file
+        place = folder / "chat_template.jinja"
+        text = read_data(place, 4 * _MAX_TEMPLATE).decode("utf-8", "replace")
+        more = {"chat_template": reduce_template(text, place, tokenizer.special_tokens_map)}
     with report_panics(folder):
         images = getattr(transformers, model.image_processor_name)(**_read_image_settings(folder, settings, model))
         processor_class: Any = getattr(transformers, model.processor_name)
-        more = {"chat_template": template} if template is not None else {}
         return processor_class(images, tokenizer, **values, **more)
 
 
@@ -94,20 +98,6 @@ def _holds_numbers(value: Any) -> bool:
 
 
 # -- chat templates -------------------------------------------------------------------------------------------------------
-
-
-def _find_template(folder: Path, settings: Mapping[str, Any]) -> tuple[str, Path]:
-    """Return the text of a folder's chat template and the file that holds it."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return read_data(file, 4 * _MAX_TEMPLATE).decode("utf-8", "replace"), file
-    for name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
-        file = folder / name
-        found = read_config(file).get("chat_template") if file.is_file() else None
-        if found is not None:
-            expect(isinstance(found, str), "chat_template", found, file, "text")
-            return found, file
-    raise ValueError(f"{folder / 'chat_template.jinja'} is missing; download the folder again")
 
 
 def reduce_template(text: str, file: Path, tokens: Mapping[str, Any]) -> str:
