@@ -62,9 +62,14 @@ def find_weight_files(folder: Path, stem: str, variant: str | None = None) -> li
     raise ValueError(f"{folder / single} is missing{reason}")
 
 
+def list_shapes(tensors: Mapping[str, Any]) -> Shapes:
+    """Return the shapes of tensors, or of entries of a header, by name."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
 def validate_weights(found: WeightHeader, expected: Shapes, where: str, dtypes: Mapping[str, str] | None = None) -> None:
     """Raise ValueError unless the tensors are exactly the `expected` ones, in usable dtypes; see `validate_dtypes`."""
-    validate_shapes({name: info.shape for name, info in found.items()}, expected, where)
+    validate_shapes(list_shapes(found), expected, where)
     validate_dtypes(found, where, dtypes)
 
 
@@ -163,14 +168,13 @@ def load_pickle_safely(
     classes: Iterable[Any] = (),
     map_location: torch.device | str = "cpu",
     mmap: bool = False,
-    if_damaged: str = "fetch it again",
-    if_foreign: str = "ask its author for a .safetensors file or a plain state dict",
+    advice: str = "fetch it again, or ask its author for a .safetensors file or a plain state dict",
 ) -> Any:
     """Load what `torch.save` wrote to `file`: tensors, plain values, and containers of them.
 
     Args:
         classes: further classes that it may contain. mmap: memory-map a file of the current format instead of reading it.
-        if_damaged, if_foreign: advice for the error message in each case.
+        advice: what to do about a file that cannot be loaded, for the error message.
     """
     try:
         with torch.serialization.safe_globals(list(classes)):
@@ -183,13 +187,11 @@ def load_pickle_safely(
     blocked = re.search(r"GLOBAL (\S+)", text)
     if blocked or "TorchScript" in text:
         what = blocked[1] if blocked else "a TorchScript program"
-        raise ValueError(
-            f"{file} holds more than tensors: {what}. Opening it in full could run code, so it was not opened; {if_foreign}"
-        )
+        raise ValueError(f"{file} holds more than tensors: {what}, which could run code, so it was not opened; {advice}")
     lines = [line.split("WeightsUnpickler error:")[-1].strip() for line in text.splitlines()]
     lines = [line for line in lines if line and "torch.load" not in line and "weights_only" not in line]
     reason = lines[-1] if lines else "no data"
-    raise ValueError(f"{file} is damaged, incomplete or not a torch checkpoint ({reason}); {if_damaged}")
+    raise ValueError(f"{file} is damaged, incomplete or not a torch checkpoint ({reason}); {advice}")
 
 
 def load_npz(file: Path, *names: str) -> dict[str, np.ndarray]:

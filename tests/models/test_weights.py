@@ -120,7 +120,7 @@ def test_shards_are_checked_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
 def test_an_index_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     _write_shards(tmp_path).write_text(text)
-    _refused(tmp_path, r"index\.json is not an index of weight files")
+    _refused(tmp_path, r"index\.json (is not an index of weight files|is not valid JSON|must hold a JSON object)")
 
 
 @pytest.mark.parametrize("name", ["../two.safetensors", "/etc/passwd", "sub/two.safetensors"])

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vargen.compat import installed_version
-from vargen.weight_files import load_pickle_safely, read_header, read_index, validate_shapes
+from vargen.weight_files import list_shapes, load_pickle_safely, read_header, read_index, validate_shapes
 
 logger = logging.getLogger("vargen")
 State = dict[str, Tensor]
@@ -69,9 +69,7 @@ def read_checkpoint(file: Path, prefer: str | Sequence[str] = ()) -> State:
     order = ("trainer", *preferred, *(_AVERAGED + _TRAINED if "ema" in preferred else _TRAINED + _AVERAGED))
     for _ in range(_MAX_DEPTH):
         content = _nest_prefixes(content, file)
-        inner = {place: content.get(place) for place in order}
-        inner = {place: held for place, held in inner.items() if isinstance(held, Mapping)}
-        found = [place for place, held in inner.items() if any(isinstance(each, Tensor | Mapping) for each in held.values())]
+        found = [place for place in dict.fromkeys(order) if _holds_weights(content.get(place))]
         if not found:
             break
         if len(found) > 1:
@@ -85,6 +83,10 @@ def read_checkpoint(file: Path, prefer: str | Sequence[str] = ()) -> State:
     if odd := [name for name, value in content.items() if not _is_plain(value)]:
         raise ValueError(f"{odd[0]} in {file} is sparse, nested, quantized, empty or incomplete")
     return {name: value.detach() for name, value in content.items()}
+
+
+def _holds_weights(content: Any) -> bool:
+    return isinstance(content, Mapping) and any(isinstance(value, Tensor | Mapping) for value in content.values())
 
 
 def _read_file(file: Path) -> Mapping[Any, Any]:
@@ -182,8 +184,7 @@ def describe_network(kind: Callable[..., nn.Module], config: dict[str, Any], sta
             network = kind(**config)
     except ValueError as error:
         raise ValueError(f"{file} does not describe a network that this library has: {error}") from error
-    expected = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-    validate_shapes({key: tuple(value.shape) for key, value in state.items()}, expected, str(file))
+    validate_shapes(list_shapes(state), list_shapes(network.state_dict()), str(file))
     for name, value in state.items():
         if value.dtype not in _FLOATS:
             raise ValueError(f"{name} in {file} is {value.dtype}, expected floating-point numbers of 16 to 64 bits")

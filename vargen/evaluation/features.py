@@ -101,7 +101,7 @@ def load_fid_inception(path: str | Path | None) -> nn.Module:
         read_header(file)
         state = load_file(file)
     else:
-        state = load_pickle_safely(file, if_damaged=WEIGHTS_HINT)
+        state = load_pickle_safely(file, advice=WEIGHTS_HINT)
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{file} must hold a state dict, names and tensors; {WEIGHTS_HINT}")
     counters = {name.replace("running_mean", "num_batches_tracked") for name in state if name.endswith("running_mean")}

@@ -40,6 +40,7 @@ class Kind:
     allowed: str
 
 
+Allowed = Kind | NumberRange
 whole = partial(NumberRange, is_integer=True)
 BOOL = Kind(lambda value: isinstance(value, bool), "true or false")
 TEXT = Kind(lambda value: isinstance(value, str) and len(value) <= _LONGEST, f"text of at most {_LONGEST} characters")
@@ -93,7 +94,7 @@ def read_config(file: Path) -> dict[str, Any]:
     return config
 
 
-def pick_values(values: Mapping[str, Any], kinds: Mapping[str, Kind | NumberRange], file: Path) -> dict[str, Any]:
+def pick_values(values: Mapping[str, Any], kinds: Mapping[str, Allowed], file: Path) -> dict[str, Any]:
     """Return those values that are listed in `kinds` and are not null, each of which must fit."""
     found = {name: values[name] for name in kinds if values.get(name) is not None}
     for name, value in found.items():

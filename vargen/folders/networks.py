@@ -17,11 +17,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vargen.folders.json_files import BOOL, TEXT, Kind, expect, read_config, whole
+from vargen.folders.json_files import BOOL, TEXT, Allowed, Kind, expect, read_config, whole
 from vargen.values import NumberRange
 from vargen.weight_files import (
     MAX_LAYERS,
     find_weight_files,
+    list_shapes,
     read_headers,
     validate_layer_counts,
     validate_weights,
@@ -103,12 +104,9 @@ class NetworkFolder:
         except Exception as error:
             raise ValueError(f"{file} does not describe a {network_class.__name__}: {error}") from error
         self.config: Mapping[str, Any] = self.network.config
-        if self.config.get("weight_format") is not None:
-            shapes, dtypes = self.network.layout()
-            validate_weights(header, shapes, str(folder), dtypes)
-        else:
-            shapes = {key: tuple(value.shape) for key, value in self.network.state_dict().items()}
-            validate_weights(header, shapes, str(folder))
+        has_format = self.config.get("weight_format") is not None
+        shapes, dtypes = self.network.layout() if has_format else (list_shapes(self.network.state_dict()), None)
+        validate_weights(header, shapes, str(folder), dtypes)
 
     def build(self, **changed: Any) -> Any:
         """Return a new network of this configuration, apart from what is `changed`, with uninitialized weights."""
@@ -131,7 +129,7 @@ class NetworkFolder:
 
 def _validate_config(network_class: type, config: Mapping[str, Any], file: Path) -> None:
     """Validate a configuration against the argument types of a network's class, without building the network."""
-    for name, hint in _type_hints(network_class.__init__).items():
+    for name, hint in _type_hints(network_class.__init__).items():  # type: ignore[misc]
         types = get_args(hint) if NoneType in get_args(hint) else (hint,)
         kind = _find_kind(name, types[0])
         if name not in config or kind is None or (config[name] is None and NoneType in types):
@@ -139,11 +137,13 @@ def _validate_config(network_class: type, config: Mapping[str, Any], file: Path)
         expect(kind.fits(config[name]), name, config[name], file, kind.allowed + " or null" * (NoneType in types))
 
 
-def _find_kind(name: str, hint: Any) -> Kind | NumberRange | None:
+def _find_kind(name: str, hint: Any) -> Allowed | None:
     """Return the values that an argument may have; None for a choice of texts, which the class itself validates."""
     each = whole(*_INTEGER_LIMITS.get(name, (1, _MAX_SIZE)))
-    if hint in (bool, str, int, float):
-        return {bool: BOOL, str: TEXT, int: each, float: NumberRange(*_FLOAT_LIMITS.get(name, (-1e9, 1e9)))}[hint]
+    number = NumberRange(*_FLOAT_LIMITS.get(name, (-1e9, 1e9)))
+    kinds: dict[Any, Allowed] = {bool: BOOL, str: TEXT, int: each, float: number}
+    if hint in kinds:
+        return kinds[hint]
     if get_origin(hint) is None or int not in get_args(hint):
         return None
 

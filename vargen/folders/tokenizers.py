@@ -20,6 +20,7 @@ from vargen.folders.json_files import (
     BOOL,
     INCOMPLETE,
     TEXT,
+    Allowed,
     Kind,
     choice,
     expect,
@@ -79,7 +80,7 @@ _FLAGS = (
     "add_bos_token add_eos_token add_prefix_space clean_up_tokenization_spaces do_lower_case legacy split_special_tokens "
     "strip_accents tokenize_chinese_chars"
 ).split()
-_SETTINGS = {
+_SETTINGS: dict[str, Allowed] = {
     **dict.fromkeys(_TOKENS, _TOKEN),
     **dict.fromkeys(_FLAGS, BOOL),
     **dict.fromkeys(("padding_side", "truncation_side"), choice("left", "right")),

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vargen.folders.json_files import BOOL, Kind, choice, expect, one_line, pick_values, read_config, whole
+from vargen.folders.json_files import BOOL, Allowed, Kind, choice, expect, one_line, pick_values, read_config, whole
 from vargen.values import NumberRange
 from vargen.weight_files import MAX_LAYERS
 
@@ -38,7 +38,7 @@ _GENERATION = (
     "bos_token_id eos_token_id pad_token_id do_sample temperature top_k top_p max_length max_new_tokens guidance_scale "
     "generation_kwargs"
 ).split()
-_QUANTIZATION = {
+_QUANTIZATION: dict[str, Allowed] = {
     **dict.fromkeys(("load_in_8bit", "load_in_4bit", "llm_int8_has_fp16_weight"), BOOL),
     **dict.fromkeys(("llm_int8_enable_fp32_cpu_offload", "bnb_4bit_use_double_quant"), BOOL),
     "llm_int8_threshold": NumberRange(-math.inf, math.inf),

@@ -29,6 +29,7 @@ from vargen.folders.transformers_configs import pick_config, pick_generation, pi
 from vargen.weight_files import (
     WeightHeader,
     find_weight_files,
+    list_shapes,
     read_headers,
     rename,
     validate_dtypes,
@@ -70,7 +71,7 @@ class StoredNetwork:
     """A network in a folder, described by its configuration and the headers of its weight files; no weights were read.
 
     Args:
-        folder: its folder. kind: what it must hold. stem, variant: of the names of its weight files.
+        folder: its folder. kind: what it must hold. variant: of the names of its weight files.
 
     Attributes:
         network_class, config: class and configuration of transformers.
@@ -79,7 +80,7 @@ class StoredNetwork:
         is_quantized: whether the folder stores quantized weights.
     """
 
-    def __init__(self, folder: Path, kind: NetworkKind, stem: str = "model", variant: str | None = None):
+    def __init__(self, folder: Path, kind: NetworkKind, variant: str | None = None):
         import transformers
 
         self.folder, self.kind = folder, kind
@@ -90,11 +91,11 @@ class StoredNetwork:
         expect(given == kind.model_type, "model_type", given, file, repr(kind.model_type))
         if (adapter := folder / "adapter_config.json").exists():  # transformers would fetch the model that it names
             raise ValueError(f"{adapter} makes this the adapter of another model: merge it into that model's weights")
-        files = find_weight_files(folder, stem, variant)
+        files = find_weight_files(folder, "model", variant)
         header, self.files = read_headers(files)  # files by name of a tensor as stored
         for each in files:
-            if each.name != (single := f"{stem}.safetensors") and (folder / single).is_file():
-                raise ValueError(f"{folder} holds {single} beside the index of other files; remove one of them")
+            if each.name != "model.safetensors" and (folder / "model.safetensors").is_file():
+                raise ValueError(f"{folder} holds model.safetensors beside the index of other files; remove one of them")
         self.names: dict[str, str] = {}  # stored names by current ones
         for name in self.files:
             if (other := self.names.setdefault(rename(name, kind.renamed), name)) != name:
@@ -127,12 +128,9 @@ class StoredNetwork:
 
     def _validate_header(self, header: WeightHeader) -> None:
         found = {name: header[stored] for name, stored in self.names.items()}
-        expected = {
-            name: tuple(value.shape)
-            for name, value in self._expected.items()
-            if name in found or not any(other in found for other in self._tied_names(name))
-        }
-        shapes = {name: info.shape for name, info in found.items()}
+        tied = {name for name in self._expected.keys() - found.keys() if found.keys() & {*self._tied_names(name)}}
+        expected = list_shapes({name: value for name, value in self._expected.items() if name not in tied})
+        shapes = list_shapes(found)
         if self.is_quantized:  # packed weights have other shapes
             shapes = {name: expected.get(name, shape) for name, shape in shapes.items()}
         used = {name: shape for name, shape in shapes.items() if name in self._expected or not self._ignored.search(name)}

@@ -129,7 +129,7 @@ class TrainingRun:
 def read_training_checkpoint(path: Path, map_location: torch.device | str = "cpu") -> dict[str, Any]:
     """Read a checkpoint; ValueError if it is damaged or of another kind."""
     hint = "remove it to start again, or give another --output"
-    state = load_pickle_safely(path, map_location=map_location, if_damaged=hint, if_foreign=hint)
+    state = load_pickle_safely(path, map_location=map_location, advice=hint)
     kinds = {"step": int, "seconds": float, "settings": dict}
     if not isinstance(state, dict) or not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
         raise ValueError(f"{path} is not a checkpoint of a training run; {hint}")
