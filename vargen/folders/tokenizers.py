@@ -7,6 +7,7 @@ panics where they are damaged. So parts of unknown types, ids beyond any vocabul
 from __future__ import annotations
 
 import base64
+import binascii
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -165,118 +166,91 @@ def report_panics(folder: Any) -> Iterator[None]:
 # -- tokenizer.json -------------------------------------------------------------------------------------------------------
 
 
-def _validate_parts(content: Any, file: Path) -> None:
+def _validate_parts(content: Mapping[str, Any], file: Path) -> None:
     """Raise ValueError for a `tokenizer.json` with parts, ids or rules that are not allowed, or that cannot be parsed."""
     from tokenizers import Tokenizer
 
     growth, added = 1.0, 0
-    for kind, allowed in _PARTS.items():
-        for part in _walk_parts(content.get(kind), file, kind):
-            if part.get("type") not in allowed.split():
-                if kind == "model" and "type" not in part:  # files of early versions, whose parser finds the type itself
-                    continue
-                raise ValueError(f"{file} has a {kind} of type {short_repr(part.get('type'))}, which vargen does not load")
-            growth *= _text_growth(part, file)
-            added += _count_template_tokens(part, file)
+    try:
+        for kind, allowed in _PARTS.items():
+            for part in _walk_parts(content.get(kind)):
+                # Files of early versions have models without a type, which the parser finds itself.
+                fits = part.get("type") in allowed.split() or (kind == "model" and "type" not in part)
+                expect(fits, f"a {kind} of type", part.get("type"), file, f"one of {allowed}")
+                for pattern in (part.get("pattern") or {}).values():
+                    expect(len(pattern) <= _MAX_PATTERN, "a pattern", pattern, file, f"{_MAX_PATTERN:,} characters at most")
+                growth *= _text_growth(part)
+                added += _count_template_tokens(part)
+        _validate_ids(content, file)
+        padding = content.get("padding") or {}
+        fixed = padding["strategy"]["Fixed"] if isinstance(padding.get("strategy"), dict) else 0
+    except (AttributeError, TypeError, LookupError, binascii.Error) as error:
+        raise ValueError(f"{file} is damaged: {one_line(error)}") from error
+    for tokens in (fixed, padding.get("pad_to_multiple_of") or 0):
+        expect(_PADDING.fits(tokens), "padding", tokens, file, _PADDING.allowed)
     if growth > _MAX_GROWTH:
         raise ValueError(f"{file} has normalizers that can make a text {growth:g} times as long; {_MAX_GROWTH} is allowed")
     if added > _MAX_GROWTH:
         raise ValueError(f"{file} has templates that add {added} tokens to a text; {_MAX_GROWTH} is allowed")
-    _validate_ids(content, file)
-    _validate_padding(content.get("padding"), file)
     with report_panics(file):
         Tokenizer.from_str(json.dumps(content))
 
 
-def _walk_parts(part: Any, file: Path, kind: str) -> Iterator[dict[str, Any]]:
+def _walk_parts(part: Any) -> Iterator[dict[str, Any]]:
     """Yield a part of a tokenizer, and the parts of a sequence."""
     waiting = [part]
     while waiting:
         part = waiting.pop()
         if part is None:
             continue
-        if not isinstance(part, dict):
-            raise ValueError(f"{file} is damaged: it must hold an object for {kind}, and holds {short_repr(part)}")
         yield part
-        for name in ("normalizers", "pretokenizers", "processors", "decoders"):
-            parts = part.get(name) if part.get("type") == "Sequence" else None
-            waiting += parts if isinstance(parts, list) else []
+        if part.get("type") == "Sequence":
+            names = ("normalizers", "pretokenizers", "processors", "decoders")
+            waiting += [each for name in names for each in part.get(name) or ()]
 
 
-def _text_growth(part: Mapping[str, Any], file: Path) -> float:
+def _text_growth(part: Mapping[str, Any]) -> float:
     """Return how many times as long a text can become by a normalizer, for the longest allowed prompts."""
-    kind, content = part.get("type"), part.get("content")
-    pattern = part.get("pattern")
-    text = next(iter(pattern.values()), "") if isinstance(pattern, dict) else ""
-    if isinstance(text, str) and len(text) > _MAX_PATTERN:
-        raise ValueError(f"{file} has a pattern of {len(text):,} characters; {_MAX_PATTERN:,} are allowed")
+    kind = part.get("type")
     if kind == "Replace":
-        length = len(content) if isinstance(content, str) else 0
-        if isinstance(pattern, dict) and "String" in pattern:
-            return max(1.0, length / max(1, len(str(text))))
-        return 1.0 + length  # a regular expression may match between any two characters
+        length, text = len(part["content"]), part["pattern"].get("String")
+        # A regular expression may match between any two characters.
+        return 1.0 + length if text is None else max(1.0, length / max(1, len(text)))
     if kind == "Prepend":
-        return max(1.0, len(str(part.get("prepend"))) / 4)
+        return max(1.0, len(part["prepend"]) / 4)
     if kind == "Metaspace":
-        return max(1.0, len(str(part.get("replacement"))))
-    if kind == "Precompiled":
-        return _longest_replacement(part, file) / 8  # the tables of T5 hold up to 54 bytes
+        return max(1.0, len(part["replacement"]))
+    if kind == "Precompiled":  # a search tree of given size, then texts; the tables of T5 hold up to 54 bytes
+        table = base64.b64decode(part["precompiled_charsmap"], validate=True)
+        texts = table[4 + int.from_bytes(table[:4], "little") :]
+        return max(8, *(len(text) for text in texts.split(b"\0"))) / 8
     return 1.0
 
 
-def _longest_replacement(part: Mapping[str, Any], file: Path) -> float:
-    """Return the number of bytes of the longest text in a table of replacements, which follows a search tree of given size."""
-    try:
-        table = base64.b64decode(part["precompiled_charsmap"], validate=True)
-        texts = table[4 + int.from_bytes(table[:4], "little") :]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} has a damaged precompiled_charsmap: {one_line(error)}") from error
-    return float(max(8, *(len(text) for text in texts.split(b"\0"))))
-
-
-def _count_template_tokens(part: Mapping[str, Any], file: Path) -> int:
+def _count_template_tokens(part: Mapping[str, Any]) -> int:
     """Return how many tokens a post-processor adds to a text."""
     if part.get("type") != "TemplateProcessing":
         return 0
-    single, special = part.get("single"), part.get("special_tokens")
-    if not isinstance(single, list) or not isinstance(special, dict):
-        raise ValueError(f"{file} has a TemplateProcessing without a template and its tokens")
-    ids = {name: len(each.get("ids") or ()) for name, each in special.items() if isinstance(each, dict)}
-    named = [each.get("SpecialToken") for each in single if isinstance(each, dict)]
-    sequences = sum("Sequence" in each for each in single if isinstance(each, dict))
-    return sum(ids.get(each.get("id"), 1) for each in named if isinstance(each, dict)) + 64 * max(0, sequences - 1)
+    named = [piece["SpecialToken"]["id"] for piece in part["single"] if "SpecialToken" in piece]
+    sequences = sum("Sequence" in piece for piece in part["single"])
+    return sum(len(part["special_tokens"][name]["ids"]) for name in named) + 64 * max(0, sequences - 1)
 
 
 def _validate_ids(content: Mapping[str, Any], file: Path) -> None:
     """Raise ValueError for an id that no vocabulary has; the library would allocate a table up to it, or abort."""
-    model, added = content.get("model"), content.get("added_tokens") or []
-    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
-        raise ValueError(f"{file} is damaged: it must hold a model with a vocabulary, and holds {short_repr(model)}")
-    fits = isinstance(added, list) and len(added) <= _MAX_ADDED
-    expect(fits, "added_tokens", added, file, f"a list of at most {_MAX_ADDED:,}")
-    fits = all(len(str(each.get("content"))) <= _MAX_ADDED_TEXT for each in added if isinstance(each, dict))
+    model, added = content["model"], content.get("added_tokens") or []
+    expect(len(added) <= _MAX_ADDED, "added_tokens", added, file, f"a list of at most {_MAX_ADDED:,}")
+    fits = all(len(each["content"]) <= _MAX_ADDED_TEXT for each in added)
     expect(fits, "added_tokens", added, file, f"texts of at most {_MAX_ADDED_TEXT:,} characters")
     if model.get("dropout"):
         raise ValueError(f"{file} has dropout: {short_repr(model['dropout'])}, which reads a prompt differently each time")
-    vocab = model["vocab"]
-    ids: list[Any] = list(vocab.values()) if isinstance(vocab, dict) else [len(vocab)]
-    ids += [each.get("id") if isinstance(each, dict) else None for each in added]
-    for part in _walk_parts(content.get("post_processor"), file, "post_processor"):
-        special = part.get("special_tokens")
-        for each in special.values() if isinstance(special, dict) else ():
-            found = each.get("ids") if isinstance(each, dict) else None
-            ids += found if isinstance(found, list) else [None]
-        ids += [part[name][1] for name in ("sep", "cls") if isinstance(part.get(name), list) and len(part[name]) == 2]
+    ids = list(model["vocab"].values()) if isinstance(model["vocab"], dict) else [len(model["vocab"])]
+    ids += [each["id"] for each in added]
+    for part in _walk_parts(content.get("post_processor")):
+        ids += [number for each in (part.get("special_tokens") or {}).values() for number in each["ids"]]
+        ids += [part[name][1] for name in ("sep", "cls") if part.get(name)]
     for each in ids:
         expect(_ID.fits(each), "the token id", each, file, _ID.allowed)
-
-
-def _validate_padding(padding: Any, file: Path) -> None:
-    """Raise ValueError for a stored padding that would make each text huge."""
-    if isinstance(padding, dict):  # the parser refuses others
-        strategy, multiple = padding.get("strategy"), padding.get("pad_to_multiple_of") or 0
-        for tokens in (strategy.get("Fixed") if isinstance(strategy, dict) else 0, multiple):
-            expect(_PADDING.fits(tokens), "padding", tokens, file, _PADDING.allowed)
 
 
 # -- settings -------------------------------------------------------------------------------------------------------------
