@@ -58,11 +58,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from the module that defines it (PEP 562).
-
-    Raises:
-        AttributeError: `name` is not public.
-    """
+    """Load a public name from the module that defines it (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module 'vargen' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)

@@ -39,15 +39,12 @@ def installed_version(distribution: str) -> str | None:
 
 
 def ensure_torchvision() -> bool:
-    """Make torchvision importable, and with it the classes of transformers and diffusers that import it.
+    """Make torchvision importable, and with it what imports it; return whether it is installed.
 
     The torchvision wheel on PyPI is built for CUDA. With a CPU-only torch its binary does not load, and the import fails with
     `operator torchvision::nms does not exist`. Only then are the two missing operators declared, without a kernel, so that
     calling them still fails, and the import is repeated. Declaring them earlier would clash with a binary that does load.
     Nothing is imported by this function, which `import vargen` calls, and which may be called again.
-
-    Returns:
-        Whether torchvision is installed.
     """
     if _guard not in sys.meta_path:
         sys.meta_path.insert(0, _guard)

@@ -18,9 +18,6 @@ def join_or_start_cluster(num_cpus: int, address: str | None = None) -> None:
 
     Args:
         num_cpus: cores of a cluster that is started.
-
-    Raises:
-        ValueError, ConnectionError: by Ray, for an address without a cluster.
     """
     import ray
 

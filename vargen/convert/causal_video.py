@@ -200,7 +200,7 @@ def _validate_parts(parts: Mapping[str, WanPart], config: Mapping[str, Any], wan
         f"wan {str(wan)!r} and transformer {file}",
         ("latent channels, of which Wan2.1 has 16 and Wan2.2-TI2V-5B 48", vae["z_dim"], config["channels"]),
         ("pixels per latent position", vae["scale_factor_spatial"], config["spatial_stride"]),
-        ("columns of text features", text["d_model"], config["text_dim"]),
+        ("columns of text features", text.d_model, config["text_dim"]),
     )
 
 

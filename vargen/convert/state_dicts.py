@@ -227,9 +227,7 @@ def write_image_model(
 ) -> None:
     """Write the components and the index of an image model, for a pipeline's class name.
 
-    Args:
-        defaults: sampling settings, stored without a top-k that exceeds the vocabulary.
-        id2label: JSON file of class names.
+    The defaults of sampling are stored without a top-k that exceeds the vocabulary.
     """
     config = parts["transformer"].config
     labels = None if id2label is None else read_labels(id2label, config.num_classes)
@@ -240,11 +238,7 @@ def write_image_model(
 
 
 def write_model_index(folder: Path, pipeline: str, parts: Mapping[str, Any], **values: Any) -> None:
-    """Write `model_index.json` as the pipeline's `save_pretrained` does, without the components that are missing.
-
-    Args:
-        parts: components or their classes by name.
-    """
+    """Write `model_index.json` as the pipeline's `save_pretrained` does, of components or their classes by name."""
     index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": installed_version("diffusers"), **values}
     for name, part in parts.items():
         kind = part if isinstance(part, type) else type(part)

@@ -9,7 +9,7 @@ Sources: Wan Team 2025, "Wan" (arXiv:2503.20314); Chung et al. 2023, "UniMax" (a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from shutil import copytree
@@ -154,7 +154,7 @@ class WanPart(NamedTuple):
     """A component that was validated by names and shapes and is not read yet; `write` writes its folder."""
 
     kind: type
-    config: Mapping[str, Any]
+    config: Any
     write: Callable[[Path], Any]
 
 
@@ -185,13 +185,19 @@ def _read_vae(place: Path) -> WanPart:
 
     state = read_checkpoint(place)
     found = detect_wan_vae(state, place)
-    state = convert_wan_vae_to_diffusers(state)
-    network = describe_network(AutoencoderKLWan, found, state, place)
+    return _convert_part(AutoencoderKLWan, AutoencoderKLWan, found, convert_wan_vae_to_diffusers(state), place)
+
+
+def _convert_part(kind: type, build: Callable[..., Any], config: dict[str, Any], state: State, place: Path) -> WanPart:
+    """Return a part that is written in the format of its class."""
 
     def write(target: Path) -> None:
-        build_network(AutoencoderKLWan, found, state, place).save_pretrained(target)
+        network = build_network(build, config, state, place)
+        if hasattr(network, "tie_weights"):  # otherwise both copies of tied embeddings would be saved
+            network.tie_weights()
+        network.save_pretrained(target)
 
-    return WanPart(AutoencoderKLWan, network.config, write)
+    return WanPart(kind, describe_network(build, config, state, place).config, write)
 
 
 def detect_wan_vae(state: State, file: Path) -> dict[str, Any]:
@@ -208,7 +214,7 @@ def _read_text_encoder(place: Path) -> WanPart:
     from transformers import UMT5Config, UMT5EncoderModel  # takes seconds to import
 
     if place.is_dir():
-        config = StoredNetwork(place, TEXT_ENCODERS["UMT5EncoderModel"]).config.to_dict()
+        config = StoredNetwork(place, TEXT_ENCODERS["UMT5EncoderModel"]).config
         return WanPart(UMT5EncoderModel, config, partial(copytree, place))
     state = read_checkpoint(place)
     found = _detect_text_encoder(state, place)
@@ -218,13 +224,7 @@ def _read_text_encoder(place: Path) -> WanPart:
     def build(**arguments: Any) -> Any:
         return UMT5EncoderModel(UMT5Config(**arguments))
 
-    def write(target: Path) -> None:
-        network = build_network(build, found, state, place)
-        network.tie_weights()  # otherwise both copies of the embeddings would be saved
-        network.save_pretrained(target)
-
-    describe_network(build, found, state, place)
-    return WanPart(UMT5EncoderModel, found, write)
+    return _convert_part(UMT5EncoderModel, build, found, state, place)
 
 
 def _detect_text_encoder(state: State, file: Path) -> dict[str, Any]:

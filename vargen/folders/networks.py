@@ -13,7 +13,8 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -79,10 +80,6 @@ class NetworkFolder:
     Attributes:
         network: the network without memory, on the meta device, in evaluation mode.
         config: its configuration, including default values that the file omits.
-
-    Raises:
-        ValueError: naming the file and the setting or tensor, for a configuration that is not valid, or weights of another
-            network.
     """
 
     def __init__(self, folder: Path, network_class: Any, variant: str | None = None):
@@ -117,8 +114,7 @@ class NetworkFolder:
         found: dict[str, Tensor] = {}
         for file in self.files:
             try:
-                with safe_open(str(file), "pt") as opened:
-                    found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                found |= load_file(file)
             except (SafetensorError, OSError, ValueError) as error:
                 raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
         return found
