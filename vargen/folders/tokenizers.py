@@ -166,7 +166,7 @@ def report_panics(folder: Any) -> Iterator[None]:
 # -- tokenizer.json -------------------------------------------------------------------------------------------------------
 
 
-def _validate_parts(content: Mapping[str, Any], file: Path) -> None:
+def _validate_parts(content: Any, file: Path) -> None:
     """Raise ValueError for a `tokenizer.json` with parts, ids or rules that are not allowed, or that cannot be parsed."""
     from tokenizers import Tokenizer
 
