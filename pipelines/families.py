@@ -15,9 +15,8 @@ from vargen.folders.networks import NetworkFolder, config_value, require_equal
 from vargen.folders.tokenizers import TokenizerFolder
 from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.text_encoder import TEXT_ENCODERS, MiniLMTextEncoder
-from vargen.options import OPTIONS
 from vargen.pipelines.validation import validate_sampling
-from vargen.values import short_repr
+from vargen.values import OPTIONS, short_repr
 
 StoredComponent = NetworkFolder | StoredNetwork | TokenizerFolder
 

@@ -14,10 +14,9 @@ from vargen import Accelerator
 from vargen.decoding import GroupedRule, Jacobi, Sampling, Speculative
 from vargen.demo.request import RANGES
 from vargen.models.guidance import Guidance
-from vargen.options import OPTIONS, Option
 from vargen.pipelines import validation
 from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.values import parse_float, parse_int, short_repr
+from vargen.values import OPTIONS, Option, parse_float, parse_int, short_repr
 
 
 @pytest.mark.parametrize("value", [2, 2.0, np.float32(2), np.float16(2), np.float64(2), np.int64(2), np.uint8(2), Fraction(2)])

@@ -14,8 +14,8 @@ from waiting import wait_until
 from vargen import __version__
 from vargen.cli import console, generate
 from vargen.cli.console import printable
+from vargen.cli.options import METHODS
 from vargen.decoding import PRESETS
-from vargen.options import METHODS
 
 _RUN = "import sys; from vargen.cli.main import main\ntry:\n    main()\nfinally:\n    "
 

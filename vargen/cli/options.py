@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vargen import device
-from vargen.options import METHODS, OPTIONS
-from vargen.values import MAX_SEED, short_repr, suggest_names
+from vargen.values import MAX_SEED, OPTIONS, short_repr, suggest_names
 
 if TYPE_CHECKING:
     import torch
 
     from vargen.evaluation.generation import Backend as RunBackend
+
+# The names of the presets of `vargen.decoding`, so that a wrong one is reported without importing torch.
+METHODS = (
+    "auto", "ar", "sjd", "scd", "gumbel", "gsd", "mulo-exact", "mulo", "speculative", "eagle", "lantern", "medusa",
+    "lantern-jacobi", "wavefront", "pac", "gumbel-tree", "speculative-tree", "layer-skip", "lookup", "recycle", "eagle-gumbel",
+    "eagle-2", "plain", "code", "economy", "target", "sdvg", "sdvg-learned", "stride", "early-exit",
+)  # fmt: skip
 
 
 class Device(StrEnum):

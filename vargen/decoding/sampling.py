@@ -14,8 +14,7 @@ from torch import Tensor
 from vargen.decoding.noise import Noise, Purpose
 from vargen.kernels import ops
 from vargen.kernels.token_steps import SampledRows, sample_rows
-from vargen.options import OPTIONS
-from vargen.values import short_repr
+from vargen.values import OPTIONS, short_repr
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from vargen.demo.method_lists import MethodList, build_method_list
 from vargen.demo.modes import ModeButtons, build_mode_buttons
 from vargen.demo.rendering import hint
 from vargen.demo.request import MAX_CANDIDATES, MAX_IMAGES, MAX_PROMPT, MAX_SEED, PageRequest, new_seed
-from vargen.options import OPTIONS, Option
+from vargen.values import OPTIONS, Option
 
 ANY_STYLE = "any"
 EXAMPLE = "a hamburger"  # also that of the recorded race

@@ -16,7 +16,7 @@ from PIL import Image
 from vargen.decoding import DEFAULT_METHOD
 from vargen.demo.sources import ImageSource
 from vargen.image_metadata import png_file
-from vargen.options import OPTIONS
+from vargen.values import OPTIONS
 
 MAX_PROMPT = 300  # characters
 MAX_IMAGES = 4

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from vargen.decoding import TokenModel, Tree
 from vargen.decoding.tree_drafters import repeat_for_cfg
-from vargen.options import OPTIONS
-from vargen.values import require_int, short_repr
+from vargen.values import OPTIONS, require_int, short_repr
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,13 @@ from PIL import Image
 from pydantic import Field
 
 from vargen.decoding import Sampling
-from vargen.options import OPTIONS
 from vargen.reading import on_white, open_image
 from vargen.serving.engine import Generator
 from vargen.serving.errors import APIError, Body, refuse, to_api_error
 from vargen.serving.model_card import ModelCard, RequestLimits
 from vargen.serving.requests import Job, KeptFiles, StreamedBody, check_model, check_prompt, choose_seed, run_while_connected
 from vargen.serving.tasks import Edit, GeneratedImage, ImageTask, PartialImage
-from vargen.values import parse_int, short_repr
+from vargen.values import OPTIONS, parse_int, short_repr
 
 SEND_SECONDS = 10.0  # a stream may take longer than a request, so that a client learns why it ends
 _MAX_PARTIAL_IMAGES = 16  # OpenAI's clients ask for at most 3
