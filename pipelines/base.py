@@ -20,8 +20,8 @@ from vargen.pipelines.engines import KeptEngines
 from vargen.pipelines.generation import ImageRequest, RunningCalls
 from vargen.pipelines.prompts import NormalizedPrompt
 from vargen.pipelines.stored_pipeline import StoredPipeline
+from vargen.scoring import open_scorer
 from vargen.scoring.protocol import Scorer, to_scorer
-from vargen.scoring.registry import open_scorer
 from vargen.values import require_int, short_repr
 
 

@@ -48,8 +48,8 @@ from vargen.pipelines.videos import (
     stack_videos,
     to_output_frames,
 )
+from vargen.scoring import DEFAULT_SCORER
 from vargen.scoring.frames import FrameScorer
-from vargen.scoring.registry import DEFAULT_SCORER
 from vargen.specs import parse_spec
 from vargen.values import parse_int, require_int, short_repr
 

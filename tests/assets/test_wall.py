@@ -15,7 +15,7 @@ pytest.importorskip("gradio")
 from vargen.demo.first_sight import FOLDER, read_wall
 from vargen.image_metadata import pixels_digest
 from vargen.pipelines.loading import open_pipeline
-from vargen.scoring.registry import open_scorer
+from vargen.scoring import open_scorer
 
 LEAST = 8.0  # what a person does not recognize is below it; images of the model's training captions have 10 to 13
 MOST_DIFFERENCE = 4.0  # mean over pixels, of 255: the tiles are compressed

@@ -68,7 +68,7 @@ def run_video_comparison(options: VideoComparisonOptions, prompts: list[str]) ->
     from vargen.evaluation.features import load_extractor
     from vargen.evaluation.video import compare_video_methods
     from vargen.pipelines.loading import open_pipeline
-    from vargen.scoring.registry import open_scorer
+    from vargen.scoring import open_scorer
     from vargen.specs import split_specs
 
     methods = select_video_methods(options)

@@ -71,7 +71,7 @@ def load_metrics(
         model: provides the default scorer and extractor; empty for none.
     """
     from vargen.evaluation.measurement import MetricModels
-    from vargen.scoring.registry import default_scorer
+    from vargen.scoring import default_scorer
     from vargen.specs import split_specs
 
     packaged = default_scorer(model) if model else None

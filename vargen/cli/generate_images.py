@@ -69,7 +69,7 @@ def generate_image_files(options: GenerateOptions, own: ImageOptions) -> None:
     jobs = [(subject, seed, file) for subject, (_, seed), file in zip(subjects, requested, files, strict=True)]
 
     from vargen.pipelines.loading import open_pipeline
-    from vargen.scoring.registry import DEFAULT_SCORER, open_scorer
+    from vargen.scoring import DEFAULT_SCORER, open_scorer
 
     scorer = open_scorer(options.scorer or DEFAULT_SCORER, device) if own.best_of > 1 or options.scorer else None
     dtype = select_dtype(options.dtype, device, model.folder, options.quantization)

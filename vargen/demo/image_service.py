@@ -20,8 +20,8 @@ from vargen.image_metadata import tokens_digest
 from vargen.pipelines.base import MethodInfo, VisualPipeline
 from vargen.pipelines.prompts import describe_unread_text
 from vargen.pipelines.regeneration import describe_environment, describe_seed
+from vargen.scoring import DEFAULT_SCORER
 from vargen.scoring.protocol import Scorer, score_images
-from vargen.scoring.registry import DEFAULT_SCORER
 from vargen.values import short_repr
 
 logger = logging.getLogger("vargen")

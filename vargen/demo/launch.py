@@ -80,7 +80,7 @@ def load_services(model: str, device_name: str, scorer_name: str | None, concurr
     from vargen.image_metadata import model_digest
     from vargen.pipelines.loading import default_dtype, inspect_model, open_pipeline
     from vargen.pipelines.start_images import find_image_model
-    from vargen.scoring.registry import default_scorer, open_scorer
+    from vargen.scoring import default_scorer, open_scorer
 
     device = select_device(device_name)
 
