@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from vargen.compat import report_memory, report_panic, without_autocast
+from vargen.compat import report_memory, report_panics, without_autocast
 from vargen.device import select_device
 from vargen.files import atomic_merge, expand_user
-from vargen.folders.json_files import one_line, read_config
+from vargen.folders.json_files import read_config
 from vargen.folders.networks import NetworkFolder
 from vargen.folders.processors import load_processor
 from vargen.folders.transformers_networks import StoredNetwork
@@ -31,6 +31,7 @@ from vargen.pipelines.images import decode_pixels
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.model_names import FETCHING, locate_folder
 from vargen.pipelines.next_token import NextTokenPipeline
+from vargen.values import one_line
 
 logger = logging.getLogger("vargen")
 
@@ -225,7 +226,7 @@ class LanguageModelPipeline(NextTokenPipeline):
             if len(negative) not in (1, len(prompts)):
                 raise ValueError(f"negative_prompt must be one, or one for each of {len(prompts)} prompts, got {len(negative)}")
             blank = negative * (len(prompts) // len(negative))
-        with report_panic():
+        with report_panics("prompt cannot be read by this model's tokenizer, which is damaged"):
             found = self.language_model.encode_prompts(self.processor, prompts, blank)
         self.language_model.validate_lengths(found)
         return found, len(prompts)

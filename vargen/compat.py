@@ -14,6 +14,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
+from vargen.values import one_line
+
 logger = logging.getLogger("vargen")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -133,24 +135,22 @@ def tokenized(tokenizer: Any, texts: Any, **options: Any) -> Any:
     A fast tokenizer stores truncation and padding as its own state, sets them on each call, and raises "Already borrowed" if
     another thread reads them meanwhile.
     """
-    with tokenizer_lock, report_panic():
+    with tokenizer_lock, report_panics("prompt cannot be read by this model's tokenizer, which is damaged"):
         return tokenizer(texts, **options)
 
 
-def is_panic(error: BaseException) -> bool:
-    """Whether it is a panic of a library in Rust, whose class is no Exception and can only be known by its name."""
-    return type(error).__name__ == "PanicException"
-
-
 @contextlib.contextmanager
-def report_panic() -> Iterator[None]:
-    """Raise ValueError instead of a panic of the library `tokenizers`, as damaged tokenizers cause with some texts."""
+def report_panics(message: str, *others: type[Exception]) -> Iterator[None]:
+    """Raise ValueError instead of a panic of the library `tokenizers`, and instead of the other errors that are given."""
     try:
         yield
+    except MemoryError:
+        raise
     except BaseException as error:
-        if not is_panic(error):
+        # A panic of Rust is no Exception, and can only be known by the name of its class.
+        if not isinstance(error, others) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"prompt cannot be read by this model's tokenizer, which is damaged: {error}") from error
+        raise ValueError(f"{message}: {one_line(error)}") from error
 
 
 def drop_empty_notices() -> None:

@@ -50,6 +50,14 @@ def short_repr(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
+def one_line(error: BaseException) -> str:
+    """Return the message of another library's error as one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KeyError):
+        text = f"{text} is missing or not known"
+    return text if len(text) <= 300 else f"{text[:296]} ..."
+
+
 def suggest_names(name: str, names: Iterable[str]) -> str:
     """Return a hint for an unknown `name`: similar names, or those that exist."""
     names = list(names)

@@ -104,13 +104,22 @@ def detect_transformer(
         config |= {"condition": "text", "cls_token_num": rows, "caption_dim": width}
 
     # The official rotary table, [conditioning rows + grid cells, head width / 2, 2], is evidence and not a weight.
-    heads = cells = None
+    heads = side = None
     if "freqs_cis" in state:
         rows, pairs, _ = shape("freqs_cis", 3)
-        heads, cells = dim // (2 * pairs), rows - config.get("cls_token_num", 1)
+        cells = rows - config.get("cls_token_num", 1)
+        heads = dim // (2 * pairs)
+        side = math.isqrt(max(cells, 0))
+        if side**2 != cells or side == 0:
+            raise ValueError(f"the freqs_cis of {file} is made for {cells} tokens, which fill no square grid")
         del state["freqs_cis"]
-    config["n_head"] = heads = _resolve_heads(file, dim, config["n_layer"], heads, n_head)
-    config["grid_size"] = _resolve_grid(file, cells, downsampling, grid_size)
+    heads = _reconcile(file, "n_head", n_head, heads)
+    side = _reconcile(file, "grid_size", grid_size, side)
+    if heads is None and (heads := HEADS.get((dim, config["n_layer"]))) is None:
+        raise ValueError(f"{file} has width {dim} and {config['n_layer']} layers, which is no official size: give n_head")
+    if heads < 1 or dim % heads:
+        raise ValueError(f"n_head={heads}, as given or as in freqs_cis, does not divide the width {dim} of {file}")
+    config |= {"n_head": heads, "grid_size": _read_grid(file, downsampling) if side is None else side}
     kv_heads = (qkv // (dim // heads) - heads) // 2
     if kv_heads != heads:
         config["n_kv_head"] = max(kv_heads, 1)
@@ -122,27 +131,15 @@ def detect_transformer(
     return config | {"multiple_of": multiples[0]}
 
 
-def _resolve_heads(file: Path, dim: int, layers: int, stored: int | None, given: int | None) -> int:
-    """Return the number of heads: that of the rotary table, else as given, else that of the official size."""
-    heads = given or stored or HEADS.get((dim, layers))
-    if heads is None:
-        raise ValueError(f"{file} has width {dim} and {layers} layers, which is no official size: give n_head")
-    if stored not in (None, heads):
-        raise ValueError(f"n_head={heads} contradicts {file}, whose freqs_cis is made for {stored} heads")
-    if heads < 0 or dim % heads:
-        raise ValueError(f"n_head={heads} does not divide the width {dim} of {file}")
-    return heads
+def _reconcile(file: Path, name: str, given: int | None, stored: int | None) -> int | None:
+    """Return a number as given, else as the rotary table has it, if there is one."""
+    if stored is not None and (given or stored) != stored:
+        raise ValueError(f"{name}={given} contradicts {file}, whose freqs_cis is made for {stored}")
+    return stored if given is None else given
 
 
-def _resolve_grid(file: Path, cells: int | None, downsampling: int, given: int | None) -> int:
-    """Return the side of the grid: that of the rotary table, else as given, else by the pixels in the file name."""
-    stored = None if cells is None else math.isqrt(max(cells, 0))
-    if stored is not None and (stored == 0 or stored**2 != cells):
-        raise ValueError(f"the freqs_cis of {file} is made for {cells} tokens, which fill no square grid")
-    if stored is not None and given not in (None, stored):
-        raise ValueError(f"grid_size={given} contradicts {file}: its freqs_cis is made for {stored} x {stored}")
-    if (side := stored if given is None else given) is not None:
-        return side
+def _read_grid(file: Path, downsampling: int) -> int:
+    """Return the side of the grid by the pixels in the file name."""
     pixels = set(re.findall(r"(?<!\d)(?:256|384|512)(?!\d)", file.stem))
     if len(pixels) != 1:
         given_by = f"give grid_size, the tokens along a side (pixels / {downsampling})"

@@ -102,14 +102,6 @@ def pick_values(values: Mapping[str, Any], kinds: Mapping[str, Allowed], file: P
     return found
 
 
-def one_line(error: BaseException) -> str:
-    """Return the message of another library's error as one line of bounded length."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, KeyError):
-        text = f"{text} is missing or not known"
-    return text if len(text) <= 300 else f"{text[:296]} ..."
-
-
 def fill_folder(folder: Path, files: Mapping[str, Path | Mapping[str, Any]]) -> None:
     """Write files by name: links to files, or JSON files with given values."""
     for name, source in files.items():

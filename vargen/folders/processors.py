@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from vargen.folders.json_files import BOOL, TEXT, Allowed, Kind, expect, one_line, pick_values, read_config, read_data, whole
-from vargen.folders.tokenizers import load_tokenizer, report_panics
-from vargen.values import parse_float
+from vargen.compat import report_panics
+from vargen.folders.json_files import BOOL, TEXT, Allowed, Kind, expect, pick_values, read_config, read_data, whole
+from vargen.folders.tokenizers import load_tokenizer
+from vargen.values import one_line, parse_float
 
 _IMAGE_SETTINGS = (
     "do_resize size resample do_rescale rescale_factor do_normalize image_mean image_std do_convert_rgb do_pad min_size "
@@ -68,7 +69,7 @@ def _build_processor(folder: Path, model: ProcessorClasses) -> Any:
         place = folder / "chat_template.jinja"
         text = read_data(place, 4 * _MAX_TEMPLATE).decode("utf-8", "replace")
         more = {"chat_template": reduce_template(text, place, tokenizer.special_tokens_map)}
-    with report_panics(folder):
+    with report_panics(f"{folder} holds no processor that can be used", Exception):
         images = getattr(transformers, model.image_processor_name)(**_read_image_settings(folder, settings, model))
         processor_class: Any = getattr(transformers, model.processor_name)
         return processor_class(images, tokenizer, **values, **more)

@@ -11,12 +11,11 @@ import binascii
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vargen.compat import installed_version, is_panic
+from vargen.compat import installed_version, report_panics
 from vargen.folders.json_files import (
     BOOL,
     INCOMPLETE,
@@ -26,14 +25,13 @@ from vargen.folders.json_files import (
     choice,
     expect,
     fill_folder,
-    one_line,
     pick_values,
     read_config,
     read_data,
     read_object,
     whole,
 )
-from vargen.values import NumberRange, short_repr
+from vargen.values import NumberRange, one_line, short_repr
 
 # Files with the vocabulary of a tokenizer, any one of which suffices; the others by class name.
 _TOKENIZER_FILE = "tokenizer.json"
@@ -43,6 +41,7 @@ _VOCABULARY_FILES = {
 }  # fmt: skip
 _MORE_FILES = {"vocab.json": ("merges.txt",)}
 _MAX_BYTES = 2**26  # of a file
+_UNUSABLE = "holds no tokenizer that can be used"
 
 # Types of the parts of a tokenizer.json.
 _PARTS = {
@@ -124,7 +123,7 @@ class TokenizerFolder:
         tokenizer_class: Any = getattr(transformers, self.class_name)
         # Without it, transformers guesses a class from the path, and warns: T5's where a temporary folder's name contains "t5".
         own = {"tokenizer_config.json": {"tokenizer_class": self.class_name}}
-        with tempfile.TemporaryDirectory(prefix="vargen-") as copy, report_panics(self.folder):
+        with tempfile.TemporaryDirectory(prefix="vargen-") as copy, report_panics(f"{self.folder} {_UNUSABLE}", Exception):
             fill_folder(Path(copy), {**self._files, **own})
             return tokenizer_class.from_pretrained(copy, local_files_only=True, trust_remote_code=False, **self._settings)
 
@@ -148,19 +147,6 @@ def choose_class(folder: Path, *allowed: str) -> str:
     given = str(read_config(file).get("tokenizer_class")) if file.is_file() else ""
     given = {"TokenizersBackend": "PreTrainedTokenizerFast"}.get(given, given)
     return next((each for each in allowed if given.removesuffix("Fast") == each.removesuffix("Fast")), allowed[0])
-
-
-@contextmanager
-def report_panics(folder: Any) -> Iterator[None]:
-    """Report what the Rust code of a tokenizer raises, panics included, as a ValueError that names the folder."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        raise ValueError(f"{folder} holds no tokenizer that can be used: {one_line(error)}") from error
 
 
 # -- tokenizer.json -------------------------------------------------------------------------------------------------------
@@ -192,7 +178,7 @@ def _validate_parts(content: Any, file: Path) -> None:
         raise ValueError(f"{file} has normalizers that can make a text {growth:g} times as long; {_MAX_GROWTH} is allowed")
     if added > _MAX_GROWTH:
         raise ValueError(f"{file} has templates that add {added} tokens to a text; {_MAX_GROWTH} is allowed")
-    with report_panics(file):
+    with report_panics(f"{file} {_UNUSABLE}", Exception):
         Tokenizer.from_str(json.dumps(content))
 
 
@@ -213,7 +199,8 @@ def _text_growth(part: Mapping[str, Any]) -> float:
     """Return how many times as long a text can become by a normalizer, for the longest allowed prompts."""
     kind = part.get("type")
     if kind == "Replace":
-        length, text = len(part["content"]), part["pattern"].get("String")
+        length = len(part["content"])
+        text = part["pattern"].get("String")
         # A regular expression may match between any two characters.
         return 1.0 + length if text is None else max(1.0, length / max(1, len(text)))
     if kind == "Prepend":
@@ -238,7 +225,8 @@ def _count_template_tokens(part: Mapping[str, Any]) -> int:
 
 def _validate_ids(content: Mapping[str, Any], file: Path) -> None:
     """Raise ValueError for an id that no vocabulary has; the library would allocate a table up to it, or abort."""
-    model, added = content["model"], content.get("added_tokens") or []
+    model = content["model"]
+    added = content.get("added_tokens") or []
     expect(len(added) <= _MAX_ADDED, "added_tokens", added, file, f"a list of at most {_MAX_ADDED:,}")
     fits = all(len(each["content"]) <= _MAX_ADDED_TEXT for each in added)
     expect(fits, "added_tokens", added, file, f"texts of at most {_MAX_ADDED_TEXT:,} characters")

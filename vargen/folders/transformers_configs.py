@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vargen.folders.json_files import BOOL, Allowed, Kind, choice, expect, one_line, pick_values, read_config, whole
-from vargen.values import NumberRange
+from vargen.folders.json_files import BOOL, Allowed, Kind, choice, expect, pick_values, read_config, whole
+from vargen.values import NumberRange, one_line
 from vargen.weight_files import MAX_LAYERS
 
 # Keys that every configuration may have, beside the arguments of its own class.

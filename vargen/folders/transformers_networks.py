@@ -23,9 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vargen.compat import installed_version
-from vargen.folders.json_files import expect, fill_folder, one_line, read_config
+from vargen.folders.json_files import expect, fill_folder, read_config
 from vargen.folders.networks import SkipInit
 from vargen.folders.transformers_configs import pick_config, pick_generation, pick_quantization
+from vargen.values import one_line
 from vargen.weight_files import (
     WeightHeader,
     find_weight_files,

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.compat import installed_version
-from vargen.folders.json_files import one_line
 from vargen.scoring.protocol import BatchedScorer, Images, require_local_file, to_pil
-from vargen.values import short_repr, suggest_names
+from vargen.values import one_line, short_repr, suggest_names
 from vargen.weight_files import weights_digest
 
 _HOW = "give weights=FILE, a checkpoint of open_clip (.safetensors or .pt), or, with network, one of its tags such as openai"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vargen.scoring.protocol import Scorer, score_images, to_scorer
-from vargen.values import parse_float, require_int, short_repr
+from vargen.values import NumberRange, require_int
 
 
 def jump(frames_TCYX: Tensor, previous_CYX: Tensor | None) -> float:
@@ -38,10 +38,7 @@ class FrameScorer:
 
     def __init__(self, scorer: Scorer | Callable[..., Any], step_weight: float = 20.0, frames: int | None = None):
         self.scorer = to_scorer(scorer)
-        weight = parse_float(step_weight)
-        if weight is None or weight < 0:
-            raise ValueError(f"step_weight must be a number of at least 0, got {short_repr(step_weight)}")
-        self.step_weight = weight
+        self.step_weight: Any = NumberRange(0.0).check("step_weight", step_weight)
         self.frames = None if frames is None else require_int("frames", frames, 1)
         self.name = self.scorer.name
 

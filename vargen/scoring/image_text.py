@@ -32,7 +32,8 @@ from vargen.weight_files import weights_digest
 
 FILE = "scorer.json"
 _KEPT_CAPTIONS = 256
-_LONGEST, _TEXTS = 32, 256  # maximum tokens of a caption, and captions that are encoded at once
+_LONGEST = 32  # maximum tokens of a caption
+_AT_ONCE = 256  # captions that are encoded together
 _CAPTIONS = Kind(lambda value: isinstance(value, list) and all(isinstance(text, str) for text in value), "a list of texts")
 _ENCODER = "emoji"  # source of the text encoder if a folder names none
 
@@ -81,8 +82,8 @@ class ImageTextScorer(BatchedScorer):
         """
         means = []
         options = {"padding": True, "truncation": True, "max_length": _LONGEST, "return_tensors": "pt"}
-        for start in range(0, len(texts), _TEXTS):
-            encoded = tokenized(self.tokenizer, list(texts[start : start + _TEXTS]), **options).to(self.device)
+        for start in range(0, len(texts), _AT_ONCE):
+            encoded = tokenized(self.tokenizer, list(texts[start : start + _AT_ONCE]), **options).to(self.device)
             states = self.encoder(input_ids=encoded.input_ids, attention_mask=encoded.attention_mask)
             mask = encoded.attention_mask[..., None].float()
             means.append(F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1))
