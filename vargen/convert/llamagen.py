@@ -25,7 +25,7 @@ from vargen.convert.state_dicts import (
     write_image_model,
 )
 from vargen.files import atomic_folder
-from vargen.folders.tokenizers import load_tokenizer
+from vargen.folders.tokenizers import choose_class, load_tokenizer
 from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.llamagen.network import SIZES, LlamaGenTransformer
 from vargen.models.text_encoder import TEXT_ENCODERS
@@ -176,7 +176,7 @@ def _read_text_encoder(folder: Path, tokenizer: Path, config: dict[str, Any], dt
         stored = StoredNetwork(folder, TEXT_ENCODERS["T5EncoderModel"])
         if stored.config.d_model != config["caption_dim"]:
             raise ValueError(f"expected a T5 encoder of width {config['caption_dim']}")
-        words = load_tokenizer(tokenizer, "T5TokenizerFast", "PreTrainedTokenizerFast")
+        words = load_tokenizer(tokenizer, choose_class(tokenizer, "T5TokenizerFast", "PreTrainedTokenizerFast"))
         return {"text_encoder": stored.load(dtype), "tokenizer": words}
     except ValueError as error:
         raise ValueError(f"cannot use the text encoder {folder}, tokenizer {tokenizer}: {error}") from error

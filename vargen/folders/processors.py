@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from vargen.compat import report_panics
 from vargen.folders.json_files import BOOL, TEXT, Allowed, Kind, expect, pick_values, read_config, read_data, whole
-from vargen.folders.tokenizers import load_tokenizer
+from vargen.folders.tokenizers import choose_class, load_tokenizer
 from vargen.values import one_line, parse_float
 
 _IMAGE_SETTINGS = (
@@ -59,7 +59,7 @@ def load_processor(folder: Path, model: ProcessorClasses) -> Any:
 def _build_processor(folder: Path, model: ProcessorClasses) -> Any:
     import transformers
 
-    tokenizer = load_tokenizer(folder, *model.tokenizer_names)
+    tokenizer = load_tokenizer(folder, choose_class(folder, *model.tokenizer_names))
     file = folder / "processor_config.json"
     settings = read_config(file) if file.is_file() else {}
     _refuse_other_processor(settings, file, model)

@@ -128,9 +128,9 @@ class TokenizerFolder:
             return tokenizer_class.from_pretrained(copy, local_files_only=True, trust_remote_code=False, **self._settings)
 
 
-def load_tokenizer(folder: Path, *allowed: str) -> Any:
-    """Check and load a tokenizer of one of the allowed classes; see `choose_class`."""
-    return TokenizerFolder(folder, choose_class(folder, *allowed)).load()
+def load_tokenizer(folder: Path, class_name: str) -> Any:
+    """Check and load a tokenizer; arguments as of `TokenizerFolder`."""
+    return TokenizerFolder(folder, class_name).load()
 
 
 def choose_class(folder: Path, *allowed: str) -> str:
@@ -139,8 +139,6 @@ def choose_class(folder: Path, *allowed: str) -> str:
     Names with and without `Fast`, and the new name of `PreTrainedTokenizerFast`, mean the same class. The classes of
     transformers 5 build a tokenizer of their own kind, whatever its tokenizer.json says; the general class follows the file.
     """
-    if len(allowed) == 1:
-        return allowed[0]
     if int((installed_version("transformers") or "0").split(".")[0]) >= 5 and (folder / _TOKENIZER_FILE).is_file():
         return "PreTrainedTokenizerFast"
     file = folder / "tokenizer_config.json"

@@ -21,7 +21,7 @@ from transformers.models.blip.modeling_blip_text import BlipTextModel
 
 from vargen.assets import packaged_model_path
 from vargen.compat import tokenized
-from vargen.folders.tokenizers import load_tokenizer
+from vargen.folders.tokenizers import choose_class, load_tokenizer
 from vargen.folders.transformers_networks import NetworkKind, StoredNetwork
 from vargen.scoring.protocol import BatchedScorer, Images, require_local_file, to_pil
 from vargen.weight_files import list_shapes, load_pickle_safely, rename, validate_shapes, weights_digest
@@ -176,7 +176,7 @@ class PickScoreScorer(BatchedScorer):
             if (side := stored.config.vision_config.image_size) != SIDE:
                 raise ValueError(f"its images have {side} pixels, expected {SIDE}")
             self.network = stored.load().to(device)
-            self.tokenizer = load_tokenizer(words, "CLIPTokenizerFast", "PreTrainedTokenizerFast")
+            self.tokenizer = load_tokenizer(words, choose_class(words, "CLIPTokenizerFast", "PreTrainedTokenizerFast"))
         except ValueError as error:
             raise ValueError(f"cannot use weights {str(folder)!r} and tokenizer {str(words)!r}: {error}") from error
         self.length = self.network.config.text_config.max_position_embeddings
