@@ -87,18 +87,22 @@ class NumberRange:
     optional: bool = False
     meaning: str = ""
 
-    def fits(self, value: Any) -> bool:
-        """Whether a value is allowed."""
-        number = parse_int(value, math.ceil(self.least)) if self.is_integer else parse_float(value)
-        if number is None:
-            return value is None and self.optional
-        return self.least <= number <= self.most and not (self.open_below and number == self.least)
-
     def check(self, name: str, value: Any) -> int | float | None:
         """Return the value as a plain int or float, or None where that is allowed."""
-        if not self.fits(value):
+        if value is None and self.optional:
+            return None
+        number = parse_int(value, math.ceil(self.least)) if self.is_integer else parse_float(value)
+        if number is None or not self.least <= number <= self.most or (self.open_below and number == self.least):
             raise ValueError(f"{name}{self.meaning and f', {self.meaning},'} must be {self.allowed}, got {short_repr(value)}")
-        return None if value is None else int(value) if self.is_integer else float(value)
+        return number
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value is allowed."""
+        try:
+            self.check("", value)
+        except ValueError:
+            return False
+        return True
 
     @property
     def allowed(self) -> str:
