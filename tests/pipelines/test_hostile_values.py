@@ -29,7 +29,7 @@ SAMPLE = 13  # every how many settings are in `make test`, each with one value
 NUMERIC = {"norm_eps", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_base", "rope_theta", "vocabulary_map"}
 FAMILIES = ["llamagen", "t5", "var", "video", "janus", "emu3", "chameleon", "glm-image"]
 MAKERS: dict[str, Any] = {"janus": make_janus, "emu3": make_emu3, "chameleon": make_chameleon, "glm-image": make_glm}
-OPTIONS: dict[str, Any] = {"emu3": {"size": (4, 5)}}
+OPTIONS: dict[str, Any] = {"emu3": {"size": (4, 5)}, "glm-image": {"size": (2, 3)}}
 # Files that are like those of another family.
 SAME = {
     "llamagen": ("draft_", "low_res"),
