@@ -5,7 +5,10 @@ The command line, the demo page and the evaluation use only this interface, so n
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +20,6 @@ from vargen.decoding import DEFAULT_METHOD, PRESETS, Accelerator, Sampling, list
 from vargen.models.guidance import Guidance
 from vargen.pipelines import prompts, validation
 from vargen.pipelines.engines import KeptEngines
-from vargen.pipelines.generation import ImageRequest, RunningCalls
 from vargen.pipelines.prompts import NormalizedPrompt
 from vargen.pipelines.stored_pipeline import StoredPipeline
 from vargen.scoring.protocol import Scorer, to_scorer
@@ -41,6 +43,39 @@ class MethodInfo:
     unsupported_reason: str | None = None
 
 
+@dataclass(eq=False)
+class RunningCall:
+    """A running call: its thread, and whether it was interrupted."""
+
+    thread: int
+    interrupted: bool = False
+
+
+class RunningCalls:
+    """The running calls of a pipeline, so that an interrupt ends the right one. A copy of the pipeline starts with none."""
+
+    def __init__(self) -> None:
+        self._calls: list[RunningCall] = []
+
+    def __reduce__(self) -> tuple[type[RunningCalls], tuple[()]]:
+        return RunningCalls, ()
+
+    @contextmanager
+    def start(self) -> Iterator[RunningCall]:
+        """Register a call of this thread while the block runs."""
+        call = RunningCall(threading.get_ident())
+        self._calls.append(call)
+        try:
+            yield call
+        finally:
+            self._calls.remove(call)
+
+    def current(self) -> list[RunningCall]:
+        """The innermost call of this thread; in a thread without one, all running calls."""
+        calls = list(self._calls)
+        return [call for call in calls if call.thread == threading.get_ident()][-1:] or calls
+
+
 class VisualPipeline(StoredPipeline):
     """Generation of images or videos with an autoregressive model of any family.
 
@@ -48,16 +83,15 @@ class VisualPipeline(StoredPipeline):
 
     Attributes:
         paradigm: selects the presets that this pipeline runs: next-token, next-scale or video.
-        output_class: class of a call's result.
         baseline: name of the preset that speedups are relative to.
         default_method: name of the preset that a call uses by default.
         usual_sampling: sampling settings used where neither the call nor the checkpoint sets them.
         fps: frames per second of video models.
+        image_size: width and height in pixels of the source image of a call; None if calls take no image.
         makes_images: False if another pipeline decodes the tokens.
     """
 
     paradigm: ClassVar[str]
-    output_class: ClassVar[Any]
     baseline: ClassVar[str] = "ar"
     default_method: ClassVar[str] = DEFAULT_METHOD
     usual_sampling: ClassVar[dict[str, Any]] = {"guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0}
@@ -70,6 +104,7 @@ class VisualPipeline(StoredPipeline):
     text_encoder: Any = None
     tokenizer: Any = None
     fps: int | None = None
+    image_size: int | None = None
     makes_images: bool = True
 
     def _init_calls(self) -> None:
@@ -176,11 +211,6 @@ class VisualPipeline(StoredPipeline):
         """Rows and columns of an image's token grids in generation order, each in raster order: one, or one per scale."""
 
     @property
-    def image_size(self) -> int | None:
-        """Width and height in pixels of the source image of a call; None if calls take no image."""
-        return None
-
-    @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of the only grid, or of the finest one."""
         return self.grids[-1]
@@ -268,10 +298,6 @@ class VisualPipeline(StoredPipeline):
         sampling = Sampling(**settings)
         sampling.validate_top_k(self.vocab_size)
         return guidance, sampling
-
-    @abstractmethod
-    def _decode(self, request: ImageRequest, callback: Any) -> Any:
-        """Run the loop of this paradigm."""
 
     @property
     def interrupt(self) -> bool:

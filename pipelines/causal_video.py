@@ -82,7 +82,6 @@ class CausalVideoPipeline(VisualPipeline):
     """
 
     paradigm: ClassVar[str] = VideoMethod.paradigm
-    output_class: ClassVar[Any] = CausalVideoPipelineOutput
     baseline: ClassVar[str] = "target"
     default_method: ClassVar[str] = "sdvg"
     pixel_decoder: ClassVar[str] = "vae"
@@ -169,7 +168,7 @@ class CausalVideoPipeline(VisualPipeline):
         return self.setting("num_blocks") * (len(resolve_levels(self.config.defaults)) + 1) - 1
 
     @property
-    def image_size(self) -> int:
+    def image_size(self) -> int:  # type: ignore[override]
         return self.transformer.geometry.pixel_size[0]
 
     # -- calls ----------------------------------------------------------------------------------------------------------

@@ -75,13 +75,12 @@ def _class_number(label: Any, num_classes: int, id2label: dict[int, str]) -> int
     return require_int("class label", label, 0, num_classes - 1)
 
 
-def validate_num_images(num_images_per_prompt: Any, prompts: int) -> int:
+def validate_num_images(num_images_per_prompt: Any, prompts: int, candidates: int = 1) -> int:
     """Return the count as an int. Raises ValueError if it is below 1 or the call would exceed `MAX_IMAGES` images."""
     count = require_int("num_images_per_prompt", num_images_per_prompt, 1)
-    if count * prompts > MAX_IMAGES:
-        raise ValueError(
-            f"one call makes at most {MAX_IMAGES} images, got {prompts} prompts x {short_repr(count)}; split the call"
-        )
+    if count * prompts * candidates > MAX_IMAGES:
+        found = f"{prompts} prompts x {short_repr(count)}" + (f" x {candidates} candidates" if candidates > 1 else "")
+        raise ValueError(f"one call generates at most {MAX_IMAGES} images, got {found}; split the call")
     return count
 
 

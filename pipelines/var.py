@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,31 +11,26 @@ from torch import Tensor
 
 from vargen.compat import without_autocast
 from vargen.convert.var import DEFAULTS, convert_var
-from vargen.decoding import DecodeOutput, ScaleSchedule
+from vargen.decoding import DecodeOutput
 from vargen.models.guidance import Guidance, to_guidance
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleQuantizer, MultiScaleVQModel
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.models.var.decoding import VARScaleModel
 from vargen.models.var.network import SCALES, VARTransformer, official_config
-from vargen.pipelines import validation
-from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
-from vargen.pipelines.generation import ImageRequest, generate_tokens, select_candidates
+from vargen.pipelines.generation import ImagePipeline, ImageRequest
 from vargen.pipelines.images import (
     FixedTokens,
-    ImagePipelineOutput,
     InpaintSource,
     KeptTokens,
     decode_pixels,
     preprocess_images,
     validate_decode_arguments,
-    validate_source,
 )
-from vargen.pipelines.prompts import PromptNames, scorer_prompts
-from vargen.pipelines.regeneration import CallRecord
+from vargen.pipelines.prompts import PromptNames
 
 
-class VARPipeline(VisualPipeline):
+class VARPipeline(ImagePipeline):
     """Text or class to image, scale by scale, with VAR (Tian et al. 2024).
 
     Example:
@@ -57,7 +50,7 @@ class VARPipeline(VisualPipeline):
     """
 
     paradigm: ClassVar[str] = "next-scale"
-    output_class: ClassVar[Any] = ImagePipelineOutput
+    own_arguments: ClassVar[tuple[str, ...]] = ("image", "mask_image", "strength")
     baseline: ClassVar[str] = "plain"
     default_method: ClassVar[str] = "plain"
     usual_sampling: ClassVar[dict[str, Any]] = DEFAULTS
@@ -92,7 +85,7 @@ class VARPipeline(VisualPipeline):
         return len(self.transformer.scales)
 
     @property
-    def image_size(self) -> int:
+    def image_size(self) -> int:  # type: ignore[override]
         return self.vqvae.image_size
 
     @property
@@ -102,119 +95,6 @@ class VARPipeline(VisualPipeline):
     @property
     def max_caption_tokens(self) -> int:
         return self.transformer.config.caption_rows
-
-    # -- the call -----------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    @without_autocast
-    def __call__(
-        self,
-        prompt: str | list[str] | None = None,
-        *,
-        image: Any = None,
-        mask_image: Any = None,
-        strength: float | None = None,
-        class_labels: int | str | list[int | str] | Tensor | None = None,
-        num_images_per_prompt: int = 1,
-        batch_size: int | None = None,
-        num_candidates: int = 1,
-        scorer: Any = None,
-        guidance_scale: float | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        negative_prompt: str | list[str] | None = None,
-        accelerator: str | ScaleSchedule = "plain",
-        generator: torch.Generator | list[torch.Generator] | None = None,
-        prompt_embeds: Tensor | None = None,
-        prompt_mask: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None,
-        negative_prompt_mask: Tensor | None = None,
-        output_type: str = "pil",
-        return_dict: bool = True,
-        callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None] | None = None,
-        callback_on_step_end_tensor_inputs: list[str] | None = None,
-        clean_prompt: bool = False,
-    ) -> ImagePipelineOutput | tuple[Any]:
-        """Generate images.
-
-        Args:
-            prompt: one prompt or several (`condition="text"`).
-            image: source of a variation or, with `mask_image`, of inpainting: a PIL image, or a tensor `[N, 3, Y, X]`, float in
-                [0, 1] or uint8. It must have the model's size. One for all prompts, or one per prompt.
-            mask_image: white, 1 or True in the area to inpaint, or transparent if parts of the mask are; PIL images, bool,
-                uint8, or numbers in [0, 1], of the size of the image. See `vargen.pipelines.images.read_mask`. Pixels outside
-                of it are those of `image`, but for a narrow transition at its border.
-            strength: fraction of the scales to regenerate, from the finest down, in [0, 1]. Default: 0.8, and 1 with a mask.
-            class_labels, num_images_per_prompt, num_candidates, scorer, negative_prompt: as in `LlamaGenPipeline`.
-            batch_size: maximum number of images to generate at a time; None generates all at once. Passes of scales differ in
-                shape, so that images start together: a list is generated batch by batch, in order.
-            guidance_scale: scale of classifier-free guidance, at least 0; 1 disables it. Guidance grows linearly over the
-                scales from none at the first to this value at the last. The official `cfg` is this value minus 1. None: the
-                checkpoint's default; so for `temperature`, `top_k` and `top_p`.
-            accelerator: name of a preset (`vargen info presets` lists them), or a `ScaleSchedule`.
-            generator, prompt_embeds, prompt_mask, negative_prompt_embeds, negative_prompt_mask: as in `LlamaGenPipeline`.
-            output_type, return_dict, clean_prompt: as in `LlamaGenPipeline`.
-            callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass;
-                `pipe.preview(tokens, tokens_drawn)` returns the partial image.
-                Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the call with the tokens generated so far.
-
-        Raises:
-            ValueError, TypeError, NonFiniteLogitsError, NonFinitePixelsError, NonFiniteScoreError: as in `LlamaGenPipeline`.
-        """
-        scorer = self.check_inputs(
-            output_type, callback_on_step_end, callback_on_step_end_tensor_inputs, num_candidates, scorer, batch_size
-        )
-        method = self.resolve_method(accelerator)
-        self.validate_method(method)
-        source = validate_source(image, mask_image, strength, self.vqvae.image_size, self.image_processor)
-        guidance, sampling = self.resolve_sampling(
-            guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p
-        )
-        num_images_per_prompt = validation.validate_num_images(num_images_per_prompt, 1)
-        condition, num_prompts = self.encode_condition(
-            prompt,
-            class_labels=class_labels,
-            prompt_embeds=prompt_embeds,
-            prompt_mask=prompt_mask,
-            negative_prompt=negative_prompt,
-            negative_prompt_embeds=negative_prompt_embeds,
-            negative_prompt_mask=negative_prompt_mask,
-            clean_prompt=clean_prompt,
-        )
-        texts = () if scorer is None else scorer_prompts(self, prompt, condition, num_images_per_prompt)
-        request = ImageRequest.build(
-            method,
-            condition,
-            num_prompts,
-            guidance,
-            sampling,
-            num_images_per_prompt=num_images_per_prompt,
-            num_candidates=num_candidates,
-            generator=generator,
-            batch_size=batch_size,
-        )
-        if source is not None:
-            request = replace(request, fixed=self._encode_source(source, num_prompts, len(request.seeds.seeds)))
-        with self._engines.freed_without_memory():
-            result = generate_tokens(self, request, callback_on_step_end)
-            if scorer is not None:
-                result = select_candidates(self, result, request, scorer, texts)
-            length = result.length if result.stats.stopped else None
-            masked = source if source is not None and source.mask is not None and output_type != "latent" else None
-            images = self.decode_tokens(result.tokens, length, output_type if masked is None else "pt")
-            if masked is not None:
-                images = self.image_processor.postprocess(2 * masked.blend(images) - 1, output_type=output_type)
-        self.maybe_free_model_hooks()
-        if not return_dict:
-            return (images,)
-        output = self.output_class(images, result.stats, result.tokens)
-        output._call = CallRecord.make(
-            self, request, prompt, negative_prompt,
-            clean_prompt=clean_prompt, negative_prompt_embeds=negative_prompt_embeds is not None,
-            image=image is not None, mask=mask_image is not None, strength=source and source.strength,
-        )  # fmt: skip
-        return output
 
     def _decode(self, request: ImageRequest, callback: Any) -> DecodeOutput:
         return self._engines.decode_scales(self, request, callback, request.fixed or FixedTokens([], None))
@@ -234,7 +114,6 @@ class VARPipeline(VisualPipeline):
         return own if weight.is_meta or weight.device == device else copy.deepcopy(own).to(device)
 
     def _encode_source(self, source: InpaintSource, num_prompts: int, images: int) -> FixedTokens:
-        """Encode source images to the tokens that are not regenerated, one row per image."""
         if len(source.pixels) not in (1, num_prompts):
             raise ValueError(
                 f"image must be one, or one for each of {num_prompts} prompts or classes; got {len(source.pixels)}"

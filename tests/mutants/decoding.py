@@ -49,8 +49,8 @@ MUTANTS = (
         "second-seed",
         "The second image of a batch has the noise of another seed than the one that is reported for it.",
         "pipelines/seeds.py",
-        "    noise = torch.tensor([noise for _, noise in pairs], dtype=torch.int64)\n",
-        "    noise = torch.tensor([noise + (row == 1) for row, (_, noise) in enumerate(pairs)], dtype=torch.int64)\n",
+        "        noise.append(number)\n",
+        "        noise.append(number + (len(noise) == 1))\n",
         ("tests/pipelines/test_contract.py::test_the_seeds_in_the_statistics_generate_the_same_again",),
     ),
     Mutant(

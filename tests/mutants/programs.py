@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         "log-probs-of-other-candidates",
         "The log-probabilities of selected candidates are computed under the prompts of other images.",
-        "pipelines/next_token.py",
+        "pipelines/generation.py",
         "request.condition.select_rows(slice(None, None, request.num_candidates))\n",
         "request.condition.select_rows(slice(0, len(tokens)))\n",
         ("tests/pipelines/test_language_model_results.py::test_log_probs_are_those_of_a_teacher_forced_pass",),
