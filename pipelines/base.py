@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -109,7 +109,7 @@ class VisualPipeline(StoredPipeline):
 
     def _init_calls(self) -> None:
         """Create what calls use beside the components."""
-        self._scorers: dict[tuple[str, torch.device], Scorer] = {}
+        self._opened: dict[Any, Any] = {}
         self._calls = RunningCalls()
         self._engines = KeptEngines()
 
@@ -188,10 +188,15 @@ class VisualPipeline(StoredPipeline):
 
     def named_scorer(self, name: str) -> Scorer:
         """Return the scorer with this name, loaded on first use; see `vargen.scoring.open_scorer`."""
-        key = (name, self._execution_device)
-        if key not in self._scorers:
-            self._scorers[key] = open_scorer(*key)
-        return self._scorers[key]
+        scorer: Scorer = self._open_once(open_scorer, name)
+        return scorer
+
+    def _open_once(self, opener: Callable[[str, torch.device], Any], name: str) -> Any:
+        """Return what an opener returns for a name and the device of the pipeline, and keep it for later calls."""
+        key = opener, name, self._execution_device
+        if key not in self._opened:
+            self._opened[key] = opener(name, self._execution_device)
+        return self._opened[key]
 
     # -- images ---------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vargen.compat import tokenized, without_autocast
 from vargen.convert.causal_video import convert_causal_video
-from vargen.decoding import VideoMethod, decode_video
+from vargen.decoding import VideoMethod
 from vargen.decoding.video.interfaces import BlockProgress
 from vargen.models.causal_video.decoding import BlockRouter, CausalVideoBlockModel, bind_router
 from vargen.models.causal_video.network import CausalVideoLoRA, CausalVideoTransformer
@@ -32,14 +32,7 @@ from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_promp
 from vargen.pipelines.seeds import resolve_seeds
 from vargen.pipelines.start_images import MergedLoRAs, encode_start_image, open_image_pipe
 from vargen.pipelines.video_memory import on_device
-from vargen.pipelines.video_settings import (
-    LORA_SIZE,
-    clean_whitespace,
-    resolve_levels,
-    resolve_setting,
-    validate_geometry,
-    validate_settings,
-)
+from vargen.pipelines.video_settings import LORA_SIZE, MAX_BLOCKS, VideoSettings, clean_whitespace, validate_geometry
 from vargen.pipelines.videos import (
     CausalVideoPipelineOutput,
     VideoStream,
@@ -52,8 +45,6 @@ from vargen.scoring.frames import FrameScorer
 from vargen.scoring.registry import DEFAULT_SCORER
 from vargen.specs import parse_spec
 from vargen.values import parse_int, require_int, short_repr
-
-MAX_BLOCKS = 100_000
 
 
 class CausalVideoPipeline(VisualPipeline):
@@ -74,7 +65,7 @@ class CausalVideoPipeline(VisualPipeline):
         router: ranks drafts for `sdvg-learned`; `vargen train router` trains it for this pair of models.
         image_lora, draft_image_lora: LoRA of each model, only for videos that start from an image.
         text_encoder, tokenizer: encoder of prompts.
-        defaults: the checkpoint's settings; see `vargen.pipelines.video_settings.DEFAULT_SETTINGS`.
+        defaults: the checkpoint's settings; see `vargen.pipelines.video_settings.VideoSettings`.
         prompt_styles, prompt_names: as in `LlamaGenPipeline`.
 
     Raises:
@@ -118,7 +109,6 @@ class CausalVideoPipeline(VisualPipeline):
 
     def _init_calls(self) -> None:
         super()._init_calls()
-        self._image_pipes: dict[tuple[str, torch.device], VisualPipeline] = {}
         self._merged_loras = MergedLoRAs()
 
     # -- properties -----------------------------------------------------------------------------------------------------
@@ -131,16 +121,21 @@ class CausalVideoPipeline(VisualPipeline):
 
     @property
     def max_caption_tokens(self) -> int:
-        return int(self.transformer.config.text_len or self.setting("caption_rows"))
+        return int(self.transformer.config.text_len or self.settings.caption_rows)
+
+    @property
+    def settings(self) -> VideoSettings:
+        """The checkpoint's settings."""
+        return VideoSettings.read(self.config.defaults)
 
     def setting(self, name: str) -> Any:
-        """Return the checkpoint's value of a setting; see `vargen.pipelines.video_settings.DEFAULT_SETTINGS`."""
-        return resolve_setting(self.config.defaults, name)
+        """Return one of the `settings` by name."""
+        return getattr(self.settings, name)
 
     @property
     def drafts(self) -> bool:
         """Whether there is a model to draft with."""
-        return self.draft_transformer is not None or self.setting("draft_steps") is not None
+        return self.draft_transformer is not None or self.settings.draft_steps is not None
 
     @property
     def device(self) -> torch.device:
@@ -160,12 +155,12 @@ class CausalVideoPipeline(VisualPipeline):
     def num_tokens(self) -> int:
         """Number of frames of a video of default length."""
         geometry = self.transformer.geometry
-        return geometry.pixel_frames(0, self.setting("num_blocks") * geometry.block_frames)
+        return geometry.pixel_frames(0, self.settings.num_blocks * geometry.block_frames)
 
     @property
     def num_baseline_passes(self) -> int:
         """Number of passes of the baseline for a video of default length."""
-        return self.setting("num_blocks") * (len(resolve_levels(self.config.defaults)) + 1) - 1
+        return self.settings.num_blocks * (len(self.settings.resolve_levels()) + 1) - 1
 
     @property
     def image_size(self) -> int:  # type: ignore[override]
@@ -223,12 +218,11 @@ class CausalVideoPipeline(VisualPipeline):
         Raises:
             ValueError, TypeError: before any pass, for invalid arguments, naming the argument, its value and what is allowed.
         """
-        if self.transformer is None or self.vae is None:
-            raise ValueError("this pipeline was loaded without a transformer or vae: it only encodes prompts")
-        blocks = self.setting("num_blocks") if num_blocks is None else num_blocks
+        self.check_inputs()
+        blocks = self.settings.num_blocks if num_blocks is None else num_blocks
         total = require_int("num_blocks", blocks, 1, MAX_BLOCKS)
         if image is None and prompt is not None:
-            image = self.setting("image_model")
+            image = self.settings.image_model
         image = None if image is False else image
         method = self.resolve_method(accelerator, tau, image is not None)
         levels = self.transformer.config.motion_levels
@@ -241,15 +235,13 @@ class CausalVideoPipeline(VisualPipeline):
             require_int("window", window, self.transformer.geometry.block_frames + (sinks or 0))
         schedule = validation.validate_prompt_schedule(prompt_schedule, total)
         scored = method.policy.needs_scores
-        if prompt is None and prompt_embeds is None:
-            raise ValueError("give a prompt, for example pipe('a waving cat')")
+        condition = self.encode_video_condition(prompt, prompt_embeds, clean_prompt)
         if scored and prompt is None:
             raise ValueError(f"accelerator {method.name!r} scores drafts with the prompt: give prompt, not prompt_embeds")
-        condition = self.encode_video_condition(prompt, prompt_embeds, clean_prompt)
         frame_scorer = self.resolve_frame_scorer(scorer) if scored else None
         seeds = resolve_seeds(generator, 1)
         given = encode_start_image(self, image, prompt, seeds.seeds[0])
-        stream = decode_video(
+        stream = VideoStream(
             self.decoding_model(window, sinks, motion, bool(given)),
             condition,
             int(seeds.noise_seeds[0]),
@@ -262,9 +254,13 @@ class CausalVideoPipeline(VisualPipeline):
             callback=callback,
             profile=profile,
             router=bind_router(self, method),
+            pipe=self,
+            frame_scorer=frame_scorer,
+            prompts=schedule,
+            clean_prompt=clean_prompt,
         )
         stream.stats.seed = seeds.seeds[0]
-        return VideoStream(self, stream, frame_scorer, schedule, clean_prompt)
+        return stream
 
     @torch.no_grad()
     @without_autocast
@@ -344,16 +340,16 @@ class CausalVideoPipeline(VisualPipeline):
         Args:
             from_image: whether the video starts from an image, for which a model may have a LoRA.
         """
-        scale = float(self.setting("guidance"))
+        scale = float(self.settings.guidance)
         options: dict[str, Any] = {
-            "resamples_noise": not self.setting("euler"),
+            "resamples_noise": not self.settings.euler,
             "guidance": Guidance(scale, negative=None if scale == 1 else self.encode_empty_caption()),
-            "window": self.setting("window") if window is None else window,
-            "sinks": self.setting("sinks") if sinks is None else sinks,
+            "window": self.settings.window if window is None else window,
+            "sinks": self.settings.sinks if sinks is None else sinks,
             "motion": motion,
             "device": self._device_of(self.transformer),
         }
-        levels, draft_levels = (resolve_levels(self.config.defaults, draft) for draft in (False, True))
+        levels, draft_levels = (self.settings.resolve_levels(draft) for draft in (False, True))
         target, drafter = self.transformer, self.draft_transformer
         if from_image:
             device = self._device_of(target)
@@ -364,7 +360,7 @@ class CausalVideoPipeline(VisualPipeline):
 
     def normalize_prompt(self, prompt: str) -> NormalizedPrompt:
         """See `VisualPipeline.normalize_prompt`. Prompts are cleaned first, if the text encoder was trained so."""
-        cleaned = clean_whitespace(prompt) if self.setting("prompt_cleaning") == "whitespace" else prompt
+        cleaned = clean_whitespace(prompt) if self.settings.prompt_cleaning == "whitespace" else prompt
         return super().normalize_prompt(cleaned)
 
     def encode_prompt(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -411,7 +407,7 @@ class CausalVideoPipeline(VisualPipeline):
                 `bind(prompt)` returns a function of a `BlockView`, such as a `FrameScorer`. None: the packaged scorer. Image
                 scorers get the checkpoint's `scored_frames` of each block.
         """
-        frames = self.setting("scored_frames")
+        frames = self.settings.scored_frames
         if scorer is None or isinstance(scorer, str):
             return FrameScorer(self.named_scorer(scorer or DEFAULT_SCORER), frames=frames)
         bound = hasattr(scorer, "bind") and not isinstance(scorer, type)
@@ -419,10 +415,8 @@ class CausalVideoPipeline(VisualPipeline):
 
     def named_image_pipe(self, name: str) -> VisualPipeline:
         """Return the pipeline of a packaged image model, or of one in a folder, opened on first use."""
-        key = (name, self._execution_device)
-        if key not in self._image_pipes:
-            self._image_pipes[key] = open_image_pipe(*key)
-        return self._image_pipes[key]
+        pipe: VisualPipeline = self._open_once(open_image_pipe, name)
+        return pipe
 
     def streaming_decoder(self) -> StreamingDecoder:
         """Return the decoder of latents, block by block."""
@@ -441,7 +435,7 @@ class CausalVideoPipeline(VisualPipeline):
         method = super().resolve_method(default if accelerator is None else accelerator)
         if tau is not None:
             return method.with_tau(tau)
-        stored = self.setting("tau")
+        stored = self.settings.tau
         unset = accelerator is None or (isinstance(accelerator, str) and "tau" not in parse_spec(accelerator)[1])
         return method.with_tau(stored) if stored is not None and unset and method.threshold is not None else method
 
@@ -469,7 +463,7 @@ CAUSAL_VIDEO = register_family(
         },
         text_width="text_dim",
         check_compatible=validate_geometry,
-        check_defaults=validate_settings,
+        check_defaults=VideoSettings.read,
         convert=convert_causal_video,
     )
 )

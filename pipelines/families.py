@@ -134,7 +134,7 @@ class ModelFamily:
     condition_settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     text_width: str = "caption_dim"
     check_compatible: Callable[[Mapping[str, Any]], None] = _check_nothing
-    check_defaults: Callable[[Any, Mapping[str, Any]], None] = validate_sampling_defaults
+    check_defaults: Callable[[Any, Mapping[str, Any]], object] = validate_sampling_defaults
     convert: Callable[..., Path] | None = None
     official_sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from vargen.decoding import VideoMethod
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.images import preprocess_images
+from vargen.pipelines.loading import inspect_model, open_pipeline
 from vargen.values import short_repr
 
 if TYPE_CHECKING:
@@ -48,26 +49,22 @@ def find_image_model(pipe: Any, name: str | None = None) -> VisualPipeline | Non
     Args:
         pipe: of the videos. name: a packaged model or a folder; None for the one in the model's settings, `"none"` for none.
     """
-    chosen = pipe.setting("image_model") if name is None else name
+    chosen = pipe.settings.image_model if name is None else name
     if chosen in (None, "none"):
         return None
-    if not pipe.setting("image"):
+    if not pipe.settings.image:
         raise ValueError(f"image_model must be left out: {pipe.folder.name} was not trained to start from an image")
     return _inspect(str(chosen))
 
 
 def open_image_pipe(name: str, device: torch.device) -> VisualPipeline:
     """Open a model that generates images from prompts; ValueError for another one."""
-    from vargen.pipelines.loading import open_pipeline
-
     pipe: VisualPipeline = open_pipeline(_inspect(name).folder, device=device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 def _inspect(name: str) -> VisualPipeline:
-    from vargen.pipelines.loading import inspect_model
-
     found = inspect_model(name)
     if found.fps is not None or found.is_class_conditional:
         raise ValueError(f"image_model must generate images from prompts, got {name}")
@@ -115,20 +112,20 @@ def encode_start_image(pipe: CausalVideoPipeline, image: Any, prompt: str | None
     """
     if image is None:
         return []
-    if not pipe.setting("image"):
+    if not pipe.settings.image:
         raise ValueError("image must be left out: this model was not trained to start from one frame")
     if isinstance(image, str):
         image = pipe.named_image_pipe(image)
-    still = None if prompt is None else remove_motion(prompt, pipe.setting("motions") or ())
+    still = None if prompt is None else remove_motion(prompt, pipe.settings.motions)
     if isinstance(image, VisualPipeline):
         image = _generate(image, pipe, still or prompt, seed)
     pixels = preprocess_images(image, pipe.image_processor, pipe.transformer.geometry.pixel_size, "image")
     if len(pixels) != 1:
         raise ValueError(f"image must be one image, got {len(pixels)}")
-    if still is not None and (scale := pipe.setting("image_scale")) < 1:
+    if still is not None and (scale := pipe.settings.image_scale) < 1:
         pixels = shrink_images(pixels, scale)
     decoder: Any = pipe.streaming_decoder()
-    frames = 1 + (pipe.setting("image_frames") - 1) * pipe.transformer.geometry.temporal_stride
+    frames = 1 + (pipe.settings.image_frames - 1) * pipe.transformer.geometry.temporal_stride
     return [decoder.encode(pixels[None].repeat(1, frames, 1, 1, 1).to(pipe._device_of(pipe.vae)))]
 
 
@@ -139,7 +136,7 @@ def _generate(image_pipe: VisualPipeline, pipe: CausalVideoPipeline, prompt: str
             f"got {type(image_pipe).__name__} and prompt {short_repr(prompt)}"
         )
     still = pipe.scorer_prompt(prompt)
-    candidates = pipe.setting("image_candidates")
+    candidates = pipe.settings.image_candidates
     scorer = pipe.resolve_frame_scorer().scorer if candidates > 1 else None
     generator = torch.Generator().manual_seed(seed)
     return image_pipe(still, generator=generator, num_candidates=candidates, scorer=scorer).images[0]

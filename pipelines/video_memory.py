@@ -70,14 +70,14 @@ def predict_memory(pipe: Any, dtype: torch.dtype, num_blocks: int | None = None,
         weights[part] = weight_bytes(network, dtype if follows and not quantized else None)
     if pipe.fps is None:
         return MemoryPrediction(weights, {})
-    blocks = pipe.setting("num_blocks") if num_blocks is None else num_blocks
-    window = pipe.setting("window") if window is None else window
-    rows = 1 if float(pipe.setting("guidance")) == 1 else 2  # guidance has a second row
+    blocks = pipe.settings.num_blocks if num_blocks is None else num_blocks
+    window = pipe.settings.window if window is None else window
+    rows = 1 if float(pipe.settings.guidance) == 1 else 2  # guidance has a second row
     caches: dict[str, int] = {}
     for part in ("transformer", "draft_transformer"):  # a transformer that drafts for itself has one cache
         if part in networks:
             network = networks[part]
-            geometry, text = network.geometry, network.config.text_len or pipe.setting("caption_rows")
+            geometry, text = network.geometry, network.config.text_len or pipe.settings.caption_rows
             frames = blocks * geometry.block_frames if window is None else window
             held = frames * geometry.frame_tokens + text
             caches[part] = 2 * network.config.num_layers * rows * held * network.config.dim * dtype.itemsize

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, fields
 from html import unescape
 from itertools import pairwise
 from types import SimpleNamespace
@@ -14,102 +15,69 @@ from vargen.decoding.video.denoising import SHIFT, STEPS, TIMESTEPS, shifted_lev
 from vargen.decoding.video.policies import validate_threshold
 from vargen.folders.networks import require_equal
 from vargen.models.causal_video.network import geometry_from_config
-from vargen.values import parse_float, parse_int, short_repr
+from vargen.values import number_field, parse_float, short_repr, validate_fields
 
-# Settings that `defaults` may contain, with the values used otherwise.
-DEFAULT_SETTINGS: dict[str, Any] = {
-    "levels": None,  # noise levels of the steps; None: those of `steps`
-    "steps": STEPS,  # timesteps before warping
-    "shift": SHIFT,  # of the warp; 1 for none
-    "draft_steps": None,  # timesteps of the drafting model; None: the target's steps
-    "euler": False,  # integrate the velocity instead of adding fresh noise to each estimate
-    "guidance": 1.0,
-    "num_blocks": 8,
-    "tau": None,  # None: the method's
-    "window": None,
-    "sinks": 0,
-    "caption_rows": 64,
-    "scored_frames": None,  # frames of a drafted block to score; None: all
-    "image": True,  # whether videos may start from an image
-    "image_frames": 1,  # number of latent frames that show the start image
-    "image_scale": 1.0,  # size of the start image relative to the frame, if the prompt has one of `motions`: room to move
-    "image_candidates": 1,  # number of images that an image model generates, of which the best one is the start image
-    "image_model": None,  # packaged model that generates start images, unless a user asks for another
-    "motions": None,  # phrases that ask for a motion, such as "bouncing", which a start image is generated without
-    "prompt_cleaning": None,  # "whitespace": as Wan's text encoder was trained
-}
-_LIMITS = {  # minimum and maximum
-    "num_blocks": (1, 100_000),
-    "window": (1, 1_000_000),
-    "sinks": (0, 1_000_000),
-    "caption_rows": (1, 65_536),
-    "scored_frames": (1, 1024),
-    "image_frames": (1, 64),
-    "image_candidates": (1, 64),
-}
-_MAX_SHIFT = 100.0
+MAX_BLOCKS = 100_000
 
 
-def resolve_setting(defaults: Mapping[str, Any] | None, name: str) -> Any:
-    """Return a checkpoint's value of a setting, else the one in `DEFAULT_SETTINGS`."""
-    value = (defaults or {}).get(name)
-    return DEFAULT_SETTINGS[name] if value is None else value
+@dataclass(frozen=True)
+class VideoSettings:
+    """Settings that the `defaults` of a checkpoint may contain, with the values used otherwise."""
 
+    levels: Sequence[float] | None = None  # noise levels of the steps; None: those of `steps`
+    steps: Sequence[float] = STEPS  # timesteps before warping
+    shift: float = number_field(SHIFT, 0, 100, open_below=True)  # of the warp; 1 for none
+    draft_steps: Sequence[float] | None = None  # timesteps of the drafting model; None: the target's steps
+    euler: bool = False  # integrate the velocity instead of adding fresh noise to each estimate
+    guidance: float = number_field(1.0, 0)
+    num_blocks: int = number_field(8, 1, MAX_BLOCKS, is_integer=True)
+    tau: float | None = None  # None: the method's
+    window: int | None = number_field(None, 1, 1_000_000, is_integer=True, optional=True)
+    sinks: int = number_field(0, 0, 1_000_000, is_integer=True)
+    caption_rows: int = number_field(64, 1, 65_536, is_integer=True)
+    scored_frames: int | None = number_field(None, 1, 1024, is_integer=True, optional=True)  # of a drafted block; None: all
+    image: bool = True  # whether videos may start from an image
+    image_frames: int = number_field(1, 1, 64, is_integer=True)  # number of latent frames that show the start image
+    # Size of the start image relative to the frame, if the prompt has one of `motions`: room to move.
+    image_scale: float = number_field(1.0, 0, 1, open_below=True)
+    # Number of images that an image model generates, of which the best one is the start image.
+    image_candidates: int = number_field(1, 1, 64, is_integer=True)
+    image_model: str | None = None  # packaged model that generates start images, unless a user asks for another
+    motions: Sequence[str] = ()  # phrases that ask for a motion, such as "bouncing", which a start image is generated without
+    prompt_cleaning: str | None = None  # "whitespace": as Wan's text encoder was trained
 
-def resolve_levels(defaults: Mapping[str, Any] | None, draft: bool = False) -> tuple[float, ...]:
-    """Return the noise levels of a checkpoint's steps, for the target or for the drafting model."""
-    steps = resolve_setting(defaults, "draft_steps") if draft else None
-    levels = resolve_setting(defaults, "levels")
-    if steps is None and levels is not None:
-        return tuple(levels)
-    return shifted_levels(steps or resolve_setting(defaults, "steps"), resolve_setting(defaults, "shift"))
+    def __post_init__(self) -> None:
+        validate_fields(self)
+        for name, maximum in (("levels", 1), ("steps", TIMESTEPS), ("draft_steps", TIMESTEPS)):
+            if (given := getattr(self, name)) is not None and not _falls(given, maximum):
+                raise ValueError(f"{name} must fall from at most {maximum} to above 0, got {short_repr(given)}")
+        motions = self.motions
+        if not isinstance(motions, list | tuple) or not all(isinstance(each, str) and each.strip() for each in motions):
+            raise ValueError(f"motions must be a list of phrases, got {short_repr(motions)}")
+        if self.image_model is not None and self.image_model not in (packaged := packaged_models()):
+            raise ValueError(f"image_model must be one of {', '.join(packaged)}, got {short_repr(self.image_model)}")
+        if self.prompt_cleaning not in (None, "whitespace"):
+            raise ValueError(f"prompt_cleaning must be 'whitespace' or null, got {short_repr(self.prompt_cleaning)}")
+        if self.tau is not None:
+            validate_threshold(self.tau)
 
+    @classmethod
+    def read(cls, defaults: Any, transformer: Any = None) -> VideoSettings:
+        """Return the settings of a checkpoint; None selects the usual value. Raises ValueError for an invalid one."""
+        known = [each.name for each in fields(cls)]
+        if defaults is not None and (not isinstance(defaults, dict) or any(name not in known for name in defaults)):
+            raise ValueError(f"defaults must be a dict of {', '.join(known)}, or None, got {short_repr(defaults)}")
+        try:
+            return cls(**{name: value for name, value in (defaults or {}).items() if value is not None})
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"defaults: {error}") from error
 
-def clean_whitespace(text: str) -> str:
-    """Repair Unicode (with ftfy, if it is installed) and HTML entities, and merge white space, as for Wan's text encoder."""
-    with suppress(ImportError):
-        import ftfy
-
-        text = ftfy.fix_text(text)
-    return " ".join(unescape(unescape(text)).split())
-
-
-def validate_settings(defaults: Any, transformer: Any = None) -> None:
-    """Raise ValueError unless it is None or a dict of valid settings in `DEFAULT_SETTINGS`."""
-    if defaults is None:
-        return
-    if not isinstance(defaults, dict) or any(name not in DEFAULT_SETTINGS for name in defaults):
-        raise ValueError(f"defaults must be a dict of {', '.join(DEFAULT_SETTINGS)}, or None, got {short_repr(defaults)}")
-    given = {name: value for name, value in defaults.items() if value is not None}
-    for name, maximum in (("levels", 1), ("steps", TIMESTEPS), ("draft_steps", TIMESTEPS)):
-        if name in given and not _falls(given[name], maximum):
-            raise ValueError(f"defaults: {name} must fall from at most {maximum} to above 0, got {short_repr(given[name])}")
-    for name in ("euler", "image"):
-        if not isinstance(given.get(name, False), bool):
-            raise ValueError(f"defaults: {name} must be true or false, got {short_repr(given[name])}")
-    motions = given.get("motions", [])
-    if not isinstance(motions, list | tuple) or not all(isinstance(each, str) and each.strip() for each in motions):
-        raise ValueError(f"defaults: motions must be a list of phrases, got {short_repr(motions)}")
-    if "image_model" in given and given["image_model"] not in (packaged := packaged_models()):
-        raise ValueError(f"defaults: image_model must be one of {', '.join(packaged)}, got {short_repr(given['image_model'])}")
-    guidance, shift = parse_float(given.get("guidance", 1.0)), parse_float(given.get("shift", SHIFT))
-    if guidance is None or guidance < 0:
-        raise ValueError(f"defaults: guidance must be a number of at least 0, got {short_repr(given['guidance'])}")
-    if shift is None or not 0 < shift <= _MAX_SHIFT:
-        raise ValueError(f"defaults: shift must be a number above 0, up to {_MAX_SHIFT:g}, got {short_repr(given['shift'])}")
-    image_scale = parse_float(given.get("image_scale", 1.0))
-    if image_scale is None or not 0 < image_scale <= 1:
-        raise ValueError(f"defaults: image_scale must be a number above 0, up to 1, got {short_repr(given['image_scale'])}")
-    if given.get("prompt_cleaning", "whitespace") != "whitespace":
-        raise ValueError(f"defaults: prompt_cleaning must be 'whitespace' or null, got {short_repr(given['prompt_cleaning'])}")
-    for name, (minimum, maximum) in _LIMITS.items():
-        if name in given and parse_int(given[name], minimum, maximum) is None:
-            allowed = f"a whole number from {minimum} to {maximum}"
-            raise ValueError(f"defaults: {name} must be {allowed}, got {short_repr(given[name])}")
-    try:
-        validate_threshold(given.get("tau", 0.0))
-    except ValueError as error:
-        raise ValueError(f"defaults: {error}") from error
+    def resolve_levels(self, draft: bool = False) -> tuple[float, ...]:
+        """Return the noise levels of the steps, for the target or for the drafting model."""
+        steps = self.draft_steps if draft else None
+        if steps is None and self.levels is not None:
+            return tuple(self.levels)
+        return shifted_levels(steps or self.steps, self.shift)
 
 
 def _falls(values: Any, maximum: float) -> bool:
@@ -119,6 +87,15 @@ def _falls(values: Any, maximum: float) -> bool:
     if not found or len(found) < len(numbers):
         return False
     return all(a > b for a, b in pairwise(found)) and 0 < found[-1] <= found[0] <= maximum
+
+
+def clean_whitespace(text: str) -> str:
+    """Repair Unicode (with ftfy, if it is installed) and HTML entities, and merge white space, as for Wan's text encoder."""
+    with suppress(ImportError):
+        import ftfy
+
+        text = ftfy.fix_text(text)
+    return " ".join(unescape(unescape(text)).split())
 
 
 LORA_SIZE = ("dim", "ffn_dim", "num_layers")  # of a LoRA and its network

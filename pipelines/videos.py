@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import without_autocast
-from vargen.decoding import BlockStream, VideoBlock, VideoStats
+from vargen.decoding import BlockStream, VideoBlock
 from vargen.files import atomic_file, expand_user
 from vargen.models.tokenizers.video_vae import DecodeState, StreamingDecoder
 from vargen.mp4 import Mp4Writer, import_av
@@ -113,57 +113,41 @@ class CausalVideoPipelineOutput(BaseOutput):
         return f"<{type(self).__name__}: {len(every)} video{'s' if len(every) != 1 else ''}, {seconds}>"
 
 
-class VideoStream(Iterator[VideoBlock]):
-    """Iterator over the blocks of a video as they are generated; see `CausalVideoPipeline.stream`.
+@dataclass(eq=False, repr=False, kw_only=True)
+class VideoStream(BlockStream):
+    """A `BlockStream` that encodes its prompts itself; see `CausalVideoPipeline.stream`.
 
     Attributes:
-        fps: frames per second.
-        blocks: total number of blocks.
+        pipe: encodes prompts.
+        frame_scorer: scores drafts, for methods that need it: an object with `bind`; see `FrameScorer`.
+        prompts: further prompts, by the number of the block from which on each applies.
+        clean_prompt: see `LlamaGenPipeline`.
     """
 
-    def __init__(self, pipe: CausalVideoPipeline, blocks: BlockStream, scorer: Any, prompts: Mapping[int, str], clean: bool):
-        self._pipe, self._blocks, self._scorer, self._clean = pipe, blocks, scorer, clean
-        self._prompts, self._next = dict(prompts), 0
-        self.fps, self.blocks = pipe.transformer.geometry.fps, blocks.blocks
+    pipe: CausalVideoPipeline
+    frame_scorer: Any
+    prompts: Mapping[int, str]
+    clean_prompt: bool
+
+    @property
+    def fps(self) -> int:
+        """Frames per second."""
+        return self.pipe.fps
 
     @torch.no_grad()
     @without_autocast
     def __next__(self) -> VideoBlock:
-        if (prompt := self._prompts.pop(self._next, None)) is not None:
+        if (prompt := self.prompts.get(len(self.stats.blocks))) is not None:
             self.switch_prompt(prompt)
-        block = next(self._blocks)
-        self._next = block.number + 1
-        return block
-
-    @property
-    def stats(self) -> VideoStats:
-        """Statistics of the finished blocks."""
-        return self._blocks.stats
-
-    @property
-    def tau(self) -> float | None:
-        """The current threshold. A new value applies from the next decision on."""
-        return self._blocks.tau
-
-    @tau.setter
-    def tau(self, value: float) -> None:
-        self._blocks.tau = value
+        return super().__next__()
 
     @torch.no_grad()
     @without_autocast
     def switch_prompt(self, prompt: str) -> None:
         """Use another prompt from the next block on, also to score drafts."""
-        condition = self._pipe.encode_video_condition(prompt, None, self._clean)
-        score = None if self._scorer is None else self._scorer.bind(self._pipe.scorer_prompt(prompt))
-        self._blocks.change_prompt(condition, score)
-
-    def cancel(self) -> None:
-        """End the video within one pass. Can be called from any thread."""
-        self._blocks.cancel()
-
-    def close(self) -> None:
-        """Free the memory of a video that is not iterated to its end."""
-        self._blocks.close()
+        condition = self.pipe.encode_video_condition(prompt, None, self.clean_prompt)
+        score = None if self.frame_scorer is None else self.frame_scorer.bind(self.pipe.scorer_prompt(prompt))
+        self.change_prompt(condition, score)
 
 
 @dataclass(frozen=True)
