@@ -269,7 +269,8 @@ class VisualPipeline(StoredPipeline):
         batch_size: Any = None,
     ) -> Scorer | None:
         """Validate arguments of a call that do not depend on one another; returns the scorer."""
-        self.require_loaded()
+        if not self.has_weights:
+            raise ValueError("transformer has no weights: open the model with open_pipeline instead of inspect_model")
         if not self.makes_images:
             reason = f"another pipeline decodes the tokens of {type(self.transformer).__name__}"
             if output_type != "latent":

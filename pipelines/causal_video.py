@@ -17,7 +17,6 @@ from vargen.decoding.video.interfaces import BlockProgress
 from vargen.models.causal_video.decoding import BlockRouter, CausalVideoBlockModel, bind_router
 from vargen.models.causal_video.network import CausalVideoLoRA, CausalVideoTransformer
 from vargen.models.guidance import Condition, Guidance
-from vargen.models.storage import is_offloaded
 from vargen.models.tokenizers.video_vae import (
     AutoencoderKLWan,
     CausalVideoVAE,
@@ -78,6 +77,7 @@ class CausalVideoPipeline(VisualPipeline):
     pixel_decoder: ClassVar[str] = "vae"
     model_cpu_offload_seq = "text_encoder->transformer->vae"
     _callback_tensor_inputs: ClassVar[list[str]] = []
+    vocab_size = 0  # a video has no tokens
 
     vae: Any
     preview_decoder: Any
@@ -100,12 +100,11 @@ class CausalVideoPipeline(VisualPipeline):
         prompt_styles: list[str] | None = None,
         prompt_names: PromptNames | dict[str, str] | None = None,
     ):
-        components = {
-            "vae": vae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
-            "draft_transformer": draft_transformer, "preview_decoder": preview_decoder, "router": router,
-            "image_lora": image_lora, "draft_image_lora": draft_image_lora,
-        }  # fmt: skip
-        self._register_components(components, {"defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
+        self._register_components(
+            prompt_names, defaults=defaults, prompt_styles=prompt_styles, vae=vae, transformer=transformer,
+            text_encoder=text_encoder, tokenizer=tokenizer, draft_transformer=draft_transformer,
+            preview_decoder=preview_decoder, router=router, image_lora=image_lora, draft_image_lora=draft_image_lora,
+        )  # fmt: skip
 
     def _init_calls(self) -> None:
         super()._init_calls()
@@ -115,8 +114,7 @@ class CausalVideoPipeline(VisualPipeline):
 
     def validate_method(self, method: Any) -> None:
         # A router knows its drafter by the weights, which a pipeline of `inspect_model` does not have.
-        has_weights = self.transformer.device.type != "meta" or is_offloaded(self.transformer)
-        router = bind_router(self, method) if has_weights else self.router
+        router = bind_router(self, method) if self.has_weights else self.router
         method.validate_models(self.decoding_model(), has_scorer=True, has_router=router is not None)
 
     @property
@@ -145,11 +143,6 @@ class CausalVideoPipeline(VisualPipeline):
     @property
     def fps(self) -> int:  # type: ignore[override]
         return self.transformer.geometry.fps
-
-    @property
-    def vocab_size(self) -> int:
-        """0: a video has no tokens."""
-        return 0
 
     @property
     def num_tokens(self) -> int:

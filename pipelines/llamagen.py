@@ -73,13 +73,11 @@ class LlamaGenPipeline(NextTokenPipeline):
         prompt_names: PromptNames | dict[str, str] | None = None,
         **others: Any,
     ):
-        components = {
-            "vqvae": vqvae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
-            "draft_transformer": draft_transformer, "eagle": eagle, "medusa": medusa, "low_res": low_res,
-            "upsampler": upsampler, **others,
-        }  # fmt: skip
-        values = {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}
-        self._register_components(components, values, prompt_names)
+        self._register_components(
+            prompt_names, id2label=id2label, defaults=defaults, prompt_styles=prompt_styles,
+            vqvae=vqvae, transformer=transformer, text_encoder=text_encoder, tokenizer=tokenizer,
+            draft_transformer=draft_transformer, eagle=eagle, medusa=medusa, low_res=low_res, upsampler=upsampler, **others,
+        )  # fmt: skip
 
     # -- properties -----------------------------------------------------------------------------------------------------
 

@@ -33,11 +33,11 @@ class OffloadedPipeline:
         offloaded = next((part for part in self._networks().values() if is_offloaded(part)), None)
         return super()._execution_device if offloaded is None else find_device(offloaded)  # type: ignore[misc]
 
-    def require_loaded(self) -> None:
-        """Raise ValueError for a pipeline without weights, that of `inspect_model`."""
+    @property
+    def has_weights(self) -> bool:
+        """Whether it is no pipeline of `inspect_model`."""
         network: Any = self.transformer  # type: ignore[attr-defined]
-        if network is not None and network.device.type == "meta" and not is_offloaded(network):
-            raise ValueError("transformer has no weights: open the model with open_pipeline instead of inspect_model")
+        return network is None or network.device.type != "meta" or is_offloaded(network)
 
     def require_weights(self, action: str) -> None:
         """Raise ValueError naming a component whose weights are elsewhere; see `vargen.models.storage.require_weights`."""

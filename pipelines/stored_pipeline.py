@@ -37,16 +37,17 @@ class StoredPipeline(OffloadedPipeline, DiffusionPipeline):
     def _init_calls(self) -> None:
         """Create what calls use beside the components."""
 
-    def _register_components(self, components: Mapping[str, Any], config: Mapping[str, Any], prompt_names: Any) -> None:
-        """Validate and register the components and the values stored with them. This is the body of every `__init__`."""
+    def _register_components(self, prompt_names: Any, **parts: Any) -> None:
+        """Validate and register components and the values stored with them, by name. This is the body of every `__init__`."""
+        values = {name: parts.pop(name) for name in STORED_VALUES if name in parts}
         known = self.family.components
-        if unknown := {name for name, component in components.items() if component is not None} - known.keys():
+        if unknown := {name for name, component in parts.items() if component is not None} - known.keys():
             raise TypeError(f"{min(unknown)} is no component of a {type(self).__name__}: {', '.join(known)}")
-        components = {name: components.get(name) for name in known}
-        self.family.check({name: getattr(component, "config", None) for name, component in components.items()}, **config)
+        parts = {name: parts.get(name) for name in known}
+        self.family.check({name: getattr(part, "config", None) for name, part in parts.items()}, **values)
         super().__init__()
-        self.register_modules(**components)
-        self.register_to_config(**config)
+        self.register_modules(**parts)
+        self.register_to_config(**values)
         self.prompt_names = PromptNames(prompt_names) if isinstance(prompt_names, dict) else prompt_names
         # A pipeline loaded without networks can still encode prompts.
         factor = getattr(getattr(self, self.pixel_decoder), "downsampling", 8)

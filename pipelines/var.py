@@ -67,12 +67,10 @@ class VARPipeline(ImagePipeline):
         prompt_styles: list[str] | None = None,
         prompt_names: PromptNames | dict[str, str] | None = None,
     ):
-        components = {
-            "vqvae": vqvae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
-            "draft_transformer": draft_transformer,
-        }  # fmt: skip
-        values = {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}
-        self._register_components(components, values, prompt_names)
+        self._register_components(
+            prompt_names, id2label=id2label, defaults=defaults, prompt_styles=prompt_styles, vqvae=vqvae,
+            transformer=transformer, text_encoder=text_encoder, tokenizer=tokenizer, draft_transformer=draft_transformer,
+        )  # fmt: skip
 
     # -- properties -----------------------------------------------------------------------------------------------------
 
