@@ -45,7 +45,6 @@ LANGUAGE_MODEL_OPTIONS = (
 )  # fmt: skip
 _CODE = ("trust_remote_code", "custom_pipeline")
 _SMALL_NETWORK = 50_000_000  # parameters
-_LANGUAGE_MODEL = "LanguageModelPipeline"  # imported when needed: it imports transformers
 
 
 # -- opening --------------------------------------------------------------------------------------------------------------
@@ -70,7 +69,7 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
     check_options(options, *list_families().values(), more=LANGUAGE_MODEL_OPTIONS)
     folder = locate_folder(name, options)
     pipeline = find_pipeline_class(folder)
-    if pipeline.__name__ == _LANGUAGE_MODEL:
+    if not pipeline.family.components:  # an image language model
         unset = {name for name in (*_LOADING, *_CODE) if not options.get(name)}
         options = {name: value for name, value in options.items() if name not in {*_NO_EFFECT, *unset}}
         return pipeline.from_pretrained(folder, device=place, **options)
@@ -106,17 +105,10 @@ def find_pipeline_class(name: Any) -> type[VisualPipeline]:
     """Return the pipeline class of a model. Reads only its index."""
     folder = locate_folder(name, {})
     if (folder / "config.json").is_file() and not (folder / "model_index.json").is_file():
-        return pipeline_class(_LANGUAGE_MODEL)
-    return read_index(folder)[1].pipeline
-
-
-def pipeline_class(name: str) -> type[VisualPipeline]:
-    """Return the pipeline class with this name."""
-    if name == _LANGUAGE_MODEL:
-        from vargen.pipelines.language_model import LanguageModelPipeline
+        from vargen.pipelines.language_model import LanguageModelPipeline  # which imports transformers
 
         return LanguageModelPipeline
-    return list_families()[name].pipeline
+    return read_index(folder)[1].pipeline
 
 
 def list_families() -> dict[str, ModelFamily]:
@@ -137,7 +129,7 @@ class ModelFolder:
         path: the folder.
         family: its family.
         stored: its components by name, without those that the caller passes.
-        values: the values stored with them, see `STORED_VALUES`.
+        values: the values stored with them, see `STORED_VALUES`, and `prompt_names`.
     """
 
     path: Path
@@ -146,12 +138,11 @@ class ModelFolder:
     values: Mapping[str, Any]
 
 
-def read_model_folder(name: Any, family: ModelFamily | None = None, options: Mapping[str, Any] | None = None) -> ModelFolder:
+def read_model_folder(name: Any, family: ModelFamily, options: Mapping[str, Any] | None = None) -> ModelFolder:
     """Find a model and check its files, without reading weights.
 
     Args:
         name: name, folder or Hub id.
-        family: the family that the caller opens; None allows any.
         options: arguments of `from_pretrained`.
 
     Raises:
@@ -159,11 +150,9 @@ def read_model_folder(name: Any, family: ModelFamily | None = None, options: Map
         TypeError: for an option that does not exist.
     """
     options = options or {}
-    if family is not None:
-        check_options(options, family)
-    path = locate_folder(name, options)
-    index, family = read_index(path, family, options)
     check_options(options, family)
+    path = locate_folder(name, options)
+    index, _ = read_index(path, family, options)
     with report_memory(path):  # reading a header maps the whole file
         places = shared_component_folders(path)
         stored: dict[str, StoredComponent] = {}
@@ -175,11 +164,13 @@ def read_model_folder(name: Any, family: ModelFamily | None = None, options: Map
             if part not in options and (class_name := class_of(entry)) is not None:
                 stored[part] = component.read(place / part, class_name, options.get("variant"))
     configs: dict[str, Any] = {part: getattr(each, "config", None) for part, each in {**stored, **options}.items()}
-    values = {each: options.get(each, index.get(each)) for each in STORED_VALUES}
+    values: dict[str, Any] = {each: options.get(each, index.get(each)) for each in STORED_VALUES}
     try:
         family.check(configs, **values)
     except ValueError as error:
         raise ValueError(f"{path / 'model_index.json'}: {error}") from error
+    names = options["prompt_names"] if "prompt_names" in options else PromptNames.load(places.get("prompt_names", path))
+    values["prompt_names"] = names
     return ModelFolder(path, family, stored, {name: value for name, value in values.items() if value is not None})
 
 
@@ -272,17 +263,12 @@ def load_components(
         quantization: format of the products of the networks that have one. Default: as stored.
         given: components that the caller passes.
     """
-    validate_quantization(quantization)
     if quantization is not None and given.get("transformer") is not None:
         raise ValueError("quantization must be left out beside a transformer: pass one that is quantized")
-    network: Any = model.stored.get("transformer")
-    if quantization is not None and network is not None and "quantization" not in network.config:
-        name = network.network_class.__name__
-        raise ValueError(f"quantization={quantization!r} is not supported by {name}; leave it out")
     formats = {
-        part: quantization or each.config["quantization"]
+        part: quantization or each.config.get("quantization")
         for part, each in model.stored.items()
-        if isinstance(each, NetworkFolder) and "quantization" in each.config
+        if isinstance(each, NetworkFolder) and (part == "transformer" or "quantization" in each.config)
     }
     with report_memory(model.path):
         dtypes = resolve_dtypes(model, dtype, [part for part, each in formats.items() if each])
@@ -296,18 +282,8 @@ def load_components(
     return found
 
 
-def make_components(model: ModelFolder) -> dict[str, Any]:
-    """Return the components of a folder by name, whose networks have no weights."""
-    return {part: each.load() if isinstance(each, TokenizerFolder) else each.network for part, each in model.stored.items()}
-
-
-def load_prompt_names(model: ModelFolder) -> PromptNames | None:
-    """Return the names that replace characters of prompts, of the folder or of the model that shares them."""
-    return PromptNames.load(shared_component_folders(model.path).get("prompt_names", model.path))
-
-
 def resolve_dtypes(
-    model: ModelFolder, given: torch.dtype | dict[str, torch.dtype] | None, quantized: Collection[str] = ()
+    model: ModelFolder, given: torch.dtype | dict[str, torch.dtype] | None, quantized: Collection[str]
 ) -> dict[str, torch.dtype]:
     """Return the dtype of each stored component; arguments as of `load_components`.
 
@@ -318,23 +294,18 @@ def resolve_dtypes(
     for dtype in own.values() if own else () if given is None else (given,):
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point torch.dtype, or a dict of them by component, got {given!r}")
-    chosen = given if isinstance(given, torch.dtype) else own.get("default")
-    if chosen is None and "transformer" in model.stored:
-        chosen = default_dtype(model.path, "cuda" if torch.cuda.is_available() else "cpu")
+    asked = given if isinstance(given, torch.dtype) else own.get("default")
+    usual = asked or torch.float32
+    if asked is None and "transformer" in model.stored:
+        usual = default_dtype(model.path, "cuda" if torch.cuda.is_available() else "cpu")
     found = {}
     for part, each in model.stored.items():
         kind = each.class_name if isinstance(each, TokenizerFolder) else each.network_class.__name__
-        follows = model.family.components[part].follows(kind)
-        usual = (chosen or torch.float32) if follows else own.get("default", torch.float32)
-        found[part] = own.get(part, usual)
         if part in quantized:
-            asked = own.get(part, own.get("default", given))
-            if asked not in (None, torch.float32):
-                raise ValueError(
-                    f"dtype must be float32 for {part} with quantization='int8', whose other steps compute in it, got {asked}"
-                )
-            found[part] = torch.float32
-    return found
+            found[part] = asked or torch.float32
+        else:
+            found[part] = usual if model.family.components[part].follows(kind) else own.get("default", torch.float32)
+    return {**found, **{part: dtype for part, dtype in own.items() if part in found}}
 
 
 def stored_quantization(folder: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""What a pipeline has to do with folders: its components and stored values, opening, saving, trained drafters."""
+"""What a pipeline has to do with folders and devices: its components and stored values, opening, saving, offloading."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from diffusers.image_processor import VaeImageProcessor
 
 from vargen.compat import without_autocast
 from vargen.files import atomic_merge, expand_user
+from vargen.folders.tokenizers import TokenizerFolder
+from vargen.models.storage import find_device, is_offloaded, require_weights
 from vargen.pipelines import loading
 from vargen.pipelines.families import STORED_VALUES, ModelFamily
-from vargen.pipelines.offloading import OffloadedPipeline
 from vargen.pipelines.prompts import PROMPT_NAMES_FILE, PromptNames
 
 
-class StoredPipeline(OffloadedPipeline, DiffusionPipeline):
+class StoredPipeline(DiffusionPipeline):
     """A pipeline of diffusers whose folders are opened by `vargen.pipelines.loading`.
+
+    Its components may be offloaded by diffusers, or one by one by accelerate.
 
     Attributes:
         family: registration of the family; `register_family` sets it.
@@ -31,6 +34,7 @@ class StoredPipeline(OffloadedPipeline, DiffusionPipeline):
     family: ClassVar[ModelFamily]
     pixel_decoder: ClassVar[str] = "vqvae"
 
+    transformer: Any
     prompt_names: PromptNames | None = None
     folder: Any = None
 
@@ -86,9 +90,8 @@ class StoredPipeline(OffloadedPipeline, DiffusionPipeline):
         if dtype is not None and torch_dtype is not None:
             raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
         model = loading.read_model_folder(pretrained_model_name_or_path, cls.family, kwargs)
-        names = kwargs["prompt_names"] if "prompt_names" in kwargs else loading.load_prompt_names(model)
         parts = loading.load_components(model, torch_dtype if dtype is None else dtype, quantization, kwargs)
-        pipe = cls._from_folder(model, parts, names)
+        pipe = cls._from_folder(model, parts)
         if any(kwargs.get(name) is not None for name in cls.family.components):
             pipe.folder = None  # which does not describe it
         return pipe
@@ -96,12 +99,15 @@ class StoredPipeline(OffloadedPipeline, DiffusionPipeline):
     @classmethod
     def inspect(cls, folder: Path) -> Self:
         """Return the pipeline of a folder without weights; see `vargen.pipelines.loading.inspect_model`."""
-        model = loading.read_model_folder(folder, cls.family)
-        return cls._from_folder(model, loading.make_components(model), loading.load_prompt_names(model))
+        model = loading.read_model_folder(folder, cls.family, {})
+        parts = {
+            part: each.load() if isinstance(each, TokenizerFolder) else each.network for part, each in model.stored.items()
+        }
+        return cls._from_folder(model, parts)
 
     @classmethod
-    def _from_folder(cls, model: loading.ModelFolder, parts: Mapping[str, Any], prompt_names: Any) -> Self:
-        pipe = cls(**parts, **model.values, prompt_names=prompt_names)
+    def _from_folder(cls, model: loading.ModelFolder, parts: Mapping[str, Any]) -> Self:
+        pipe = cls(**parts, **model.values)
         pipe.register_to_config(_name_or_path=str(model.path))
         pipe.folder = model.path
         return pipe
@@ -138,15 +144,13 @@ class StoredPipeline(OffloadedPipeline, DiffusionPipeline):
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Write a folder that `from_pretrained` can load. Files are written atomically, and none is written if saving fails.
 
+        A pipeline whose weights are offloaded layer by layer is refused.
+
         Args:
             save_directory: created if missing. Other files in it are kept, except those of a model saved there earlier.
             **kwargs: passed to `DiffusionPipeline.save_pretrained`.
-
-        Raises:
-            ValueError: while weights are offloaded layer by layer.
-            OSError: if the folder cannot be created or written.
         """
-        self.require_weights("saved")
+        self._require_weights("saved")
         folder = expand_user(save_directory, "save_directory")
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", folder.name)
@@ -154,12 +158,9 @@ class StoredPipeline(OffloadedPipeline, DiffusionPipeline):
             super().save_pretrained(str(staged), **kwargs)
             if self.prompt_names is not None:
                 self.prompt_names.save(staged)
-        own = {
-            PROMPT_NAMES_FILE: self.prompt_names,
-            loading.SHARED_FILE: None,
-        }
-        for name in (name for name, value in own.items() if value is None):
-            (folder / name).unlink(missing_ok=True)
+        (folder / loading.SHARED_FILE).unlink(missing_ok=True)
+        if self.prompt_names is None:
+            (folder / PROMPT_NAMES_FILE).unlink(missing_ok=True)
 
     def load_drafter(self, drafter: Any, *others: Any) -> str:
         """Load a network that `vargen train drafter` trained for this model, and use it in later calls.
@@ -182,3 +183,40 @@ class StoredPipeline(OffloadedPipeline, DiffusionPipeline):
         networks, device = loading.load_trained_networks(self, drafter, *others), self._device_of(self.transformer)
         self.register_modules(**{name: network.to(device) for name, network in networks.items()})
         return next(iter(networks))
+
+    # -- devices ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it is no pipeline of `inspect_model`."""
+        network = self.transformer
+        return network is None or network.device.type != "meta" or is_offloaded(network)
+
+    def _networks(self) -> dict[str, torch.nn.Module]:
+        return {name: part for name, part in self.components.items() if isinstance(part, torch.nn.Module)}
+
+    def _device_of(self, component: Any) -> torch.device:
+        """Device on which a component runs. While it is offloaded, its weights are on another one."""
+        return find_device(component) if is_offloaded(component) else component.device
+
+    @property
+    def _execution_device(self) -> torch.device:
+        """As in diffusers, which overlooks components that are offloaded one by one."""
+        offloaded = next((part for part in self._networks().values() if is_offloaded(part)), None)
+        return super()._execution_device if offloaded is None else find_device(offloaded)
+
+    def _require_weights(self, action: str) -> None:
+        """Raise ValueError naming a component whose weights are elsewhere; see `vargen.models.storage.require_weights`."""
+        for name, network in self._networks().items():
+            require_weights(network, action, name)
+
+    def maybe_free_model_hooks(self) -> None:
+        """As in diffusers, which looks at all components even where none is offloaded."""
+        if getattr(self, "_all_hooks", None):
+            super().maybe_free_model_hooks()
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """As in diffusers. While weights are offloaded layer by layer, it is refused: hooks would load them as they were."""
+        self._require_weights("moved or cast")
+        moved: Self = super().to(*args, **kwargs)
+        return moved
