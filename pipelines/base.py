@@ -89,11 +89,14 @@ class VisualPipeline(StoredPipeline):
         fps: frames per second of video models.
         image_size: width and height in pixels of the source image of a call; None if calls take no image.
         makes_images: False if another pipeline decodes the tokens.
+        joins_running_batch: whether images can join a batch while others are generated. Otherwise they are generated batch by
+            batch, as those of next-scale models, whose passes differ in shape.
     """
 
     paradigm: ClassVar[str]
     baseline: ClassVar[str] = "ar"
     default_method: ClassVar[str] = DEFAULT_METHOD
+    joins_running_batch: ClassVar[bool] = False
     usual_sampling: ClassVar[dict[str, Any]] = {"guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0}
     model_cpu_offload_seq = "text_encoder->transformer->vqvae"
     _callback_tensor_inputs: ClassVar[list[str]] = ["latents"]
@@ -140,14 +143,7 @@ class VisualPipeline(StoredPipeline):
 
     @abstractmethod
     def decoding_model(self, *arguments: Any, **options: Any) -> Any:
-        """Return the adapter of the transformers for the loop of this paradigm.
-
-        Args:
-            guidance: for image models, classifier-free guidance or its scale.
-
-        Raises:
-            ValueError: for an invalid guidance scale.
-        """
+        """Return the adapter of the transformers for the loop of this paradigm; image models take guidance, or its scale."""
 
     # -- prompts and classes --------------------------------------------------------------------------------------------
 
@@ -208,7 +204,7 @@ class VisualPipeline(StoredPipeline):
     @property
     def num_tokens(self) -> int:
         """Number of tokens N of an image."""
-        return self.transformer.tokens
+        return sum(rows * columns for rows, columns in self.grids)
 
     @property
     @abstractmethod
@@ -234,9 +230,7 @@ class VisualPipeline(StoredPipeline):
     def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
         """Decode tokens `[B, N]` to images. The area of tokens past `length [B]` is left white, or not refined further.
 
-        Raises:
-            ValueError, TypeError: for tokens that do not fit this model, or an unknown output type.
-            NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
+        NaN or infinite pixels raise `NonFinitePixelsError`, whose message has the image and position of the first one.
         """
 
     @abstractmethod
@@ -253,11 +247,6 @@ class VisualPipeline(StoredPipeline):
         return {**usual, **stored}
 
     # -- calls ----------------------------------------------------------------------------------------------------------
-
-    def joins_running_batch(self, method: Any) -> bool:
-        """Whether images can join a batch while others are generated. Otherwise they are generated batch by batch, as those of
-        next-scale models, whose passes differ in shape."""
-        return False
 
     def check_inputs(
         self,

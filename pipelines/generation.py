@@ -218,7 +218,7 @@ class ImagePipeline(VisualPipeline):
         """Generate the tokens of all images of a request, candidates included, in batches."""
         count = len(request.seeds.seeds)
         at_once = count if request.batch_size is None else min(request.batch_size, count)
-        is_list = at_once < count and self.joins_running_batch(request.method)
+        is_list = at_once < count and self.joins_running_batch
         with self._calls.start() as call, self.progress_bar(total=self.num_tokens) as bar:
 
             def callback(progress: Progress) -> bool | None:

@@ -114,31 +114,39 @@ def decode_pixels(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     return pixels
 
 
-def preprocess_images(images: Any, processor: Any, side: int | tuple[int, int], name: str = "images") -> Tensor:
-    """Convert images to float32 `[B, 3, Y, X]` in [-1, 1], and resize them.
+def preprocess_images(
+    images: Any, processor: Any, side: int | tuple[int, int], name: str = "images", resizes: bool = True
+) -> Tensor:
+    """Convert images to float32 `[B, 3, Y, X]` in [-1, 1].
 
     Args:
-        side: rows and columns, or the number of both.
         images: PIL images, a tensor `[B, 3, Y, X]` or an array `[B, Y, X, 3]`; floating-point numbers in [0, 1], or uint8.
+        side: rows and columns, or the number of both.
         name: name of the argument in error messages.
+        resizes: whether images of another size are resized, or refused.
     """
+    rows, columns = (side, side) if isinstance(side, int) else side
     if not isinstance(images, Tensor | np.ndarray):
         images = list(images) if isinstance(images, list | tuple) else [images]
         if not images or not all(isinstance(image, Image.Image) for image in images):
             raise TypeError(f"{name} must be PIL images, or a float tensor [B, 3, Y, X] in [0, 1], got {short_repr(images)}")
+        sizes = {(image.height, image.width) for image in images}
         images = [on_white(image) for image in images]
     elif images.ndim not in (3, 4) or 0 in images.shape:
         raise ValueError(f"{name} must be [B, 3, Y, X] as a tensor, [B, Y, X, 3] as an array, got {list(images.shape)}")
     else:
+        sizes = {tuple(images.shape[-2:] if isinstance(images, Tensor) else images.shape[-3:-1])}
         images = _unit(images, name)
-    rows, columns = (side, side) if isinstance(side, int) else side
+    if not resizes and (other := sizes - {(rows, columns)}):
+        found = "x".join(map(str, reversed(min(other))))
+        raise ValueError(f"{name} must be {columns}x{rows} pixels, the size of this model, got {found}; crop or resize it")
     pixels: Tensor = processor.preprocess(images, height=rows, width=columns)
     return pixels
 
 
 def _unit(images: Any, name: str) -> Any:
     """Convert a tensor or array to float32 in [0, 1]."""
-    numbers, array = torch.as_tensor(images), isinstance(images, np.ndarray)
+    numbers = torch.as_tensor(images)
     if numbers.dtype == torch.uint8:
         numbers = numbers.float() / 255
     if not numbers.is_floating_point():
@@ -146,7 +154,7 @@ def _unit(images: Any, name: str) -> Any:
     low, high = (float(edge) for edge in numbers.float().aminmax())
     if not (low >= 0 and high <= 1):  # negated so that NaN is rejected
         raise ValueError(f"{name} must hold numbers from 0 to 1, or be uint8 from 0 to 255, got {low:g} to {high:g}")
-    return numbers.float().numpy() if array else numbers.float()
+    return numbers.float().numpy() if isinstance(images, np.ndarray) else numbers.float()
 
 
 DEFAULT_VARIATION_STRENGTH, DEFAULT_INPAINT_STRENGTH = 0.8, 1.0  # default strength without and with a mask
@@ -201,23 +209,8 @@ def validate_source(image: Any, mask: Any, strength: Any, side: int, processor: 
     share = usual if strength is None else parse_float(strength)
     if share is None or not 0 <= share <= 1:
         raise ValueError(f"strength must be from 0 (keep the image) to 1 (regenerate all of it), got {short_repr(strength)}")
-    for width, height in _sizes(image):
-        if (width, height) != (side, side):
-            raise ValueError(
-                f"image must be {side}x{side} pixels, the size of this model, got {width}x{height}; crop or resize it"
-            )
-    pixels = preprocess_images(image, processor, side, "image")
+    pixels = preprocess_images(image, processor, side, "image", resizes=False)
     return InpaintSource(pixels, None if mask is None else _mask(mask, len(pixels), side), share)
-
-
-def _sizes(image: Any) -> set[tuple[int, int]]:
-    """Return the sizes (width, height) of the images; empty for other objects, which `preprocess_images` rejects."""
-    if isinstance(image, Tensor) and image.ndim in (3, 4):
-        return {(image.shape[-1], image.shape[-2])}
-    if isinstance(image, np.ndarray) and image.ndim in (3, 4):
-        return {(image.shape[-2], image.shape[-3])}
-    listed = image if isinstance(image, list | tuple) else [image]
-    return {each.size for each in listed if isinstance(each, Image.Image)}
 
 
 def _mask(mask: Any, images: int, side: int) -> Tensor:
@@ -232,21 +225,21 @@ def _mask(mask: Any, images: int, side: int) -> Tensor:
         values = values.reshape(-1, 1, *values.shape[-2:])
         if not ((values >= 0) & (values <= 1)).all():
             raise ValueError(f"mask_image must be {allowed}, got other numbers")
-        area = values >= _HALF
+        areas = list(values >= _HALF)
     else:
         listed = list(mask) if isinstance(mask, list | tuple) else [mask]
         if not listed or not all(isinstance(each, Image.Image) for each in listed):
             raise TypeError(f"mask_image must be {allowed}, got {short_repr(mask)}")
-        for each in listed:
-            if each.size != (side, side):
-                raise ValueError(f"mask_image must be {side}x{side} pixels, as the image is, got {each.width}x{each.height}")
-        area = torch.from_numpy(np.stack([read_mask(each) for each in listed]))[:, None]
-    if area.shape[-2:] != (side, side):
-        raise ValueError(f"mask_image must be {side}x{side} pixels, as the image is, got {area.shape[-1]}x{area.shape[-2]}")
-    if len(area) not in (1, images):
-        raise ValueError(f"mask_image must be one, or one for each of {images} images, got {len(area)}")
-    for found, extent in ((area, "the whole image"), (~area, "nothing")):
-        if found.flatten(1).all(1).any():
+        areas = [torch.from_numpy(read_mask(each))[None] for each in listed]
+    for each in areas:
+        if each.shape[-2:] != (side, side):
+            found = f"{each.shape[-1]}x{each.shape[-2]}"
+            raise ValueError(f"mask_image must be {side}x{side} pixels, as the image is, got {found}")
+    if len(areas) not in (1, images):
+        raise ValueError(f"mask_image must be one, or one for each of {images} images, got {len(areas)}")
+    area = torch.stack(areas)
+    for chosen, extent in ((area, "the whole image"), (~area, "nothing")):
+        if chosen.flatten(1).all(1).any():
             logger.warning("mask_image regenerates %s; white or transparent pixels are regenerated, others are kept", extent)
     return area
 

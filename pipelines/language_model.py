@@ -45,9 +45,7 @@ class LanguageModelPipeline(NextTokenPipeline):
         size: rows and columns of the image in tokens, for models that have more than one size. None: the published one.
         negative_format: see `Emu3`, the only model that has one.
 
-    Raises:
-        TypeError: if the class of the model is unknown, the processor is that of another, or the model takes no such option.
-        ValueError: if the network does not fit, or the draft model has other image tokens.
+    Unknown classes, a processor of another model, and models or draft models that do not fit are refused.
     """
 
     pixel_decoder: ClassVar[str] = "transformer"
@@ -95,12 +93,7 @@ class LanguageModelPipeline(NextTokenPipeline):
             **options: of transformers, for the model: `device_map`, `max_memory`, `offload_folder`, `quantization_config`,
                 `attn_implementation`; `cache_dir`, `force_download`, `local_files_only`, `token` and `revision` of the hub.
 
-        Raises:
-            ValueError: before any weight is read: if there is no such folder, the folder asks for code, has no safetensors or
-                no weights that generate images, its class is not supported, its processor is missing, the draft model does not
-                fit, or the installed transformers lacks the class.
-            TypeError: for an unknown option, or the processor of another model; also before any weight is read.
-            ImportError: if the package of a quantization is not installed.
+        A folder that asks for code, lacks a part or does not fit is refused before any weight is read.
         """
         if unknown := [key for key in options if key not in (*FETCHING, *loading.LANGUAGE_MODEL_OPTIONS)]:
             allowed = ", ".join(("dtype", "device", *loading.LANGUAGE_MODEL_OPTIONS, *FETCHING))
@@ -194,11 +187,6 @@ class LanguageModelPipeline(NextTokenPipeline):
         return (self.language_model.grid,)
 
     @property
-    def num_tokens(self) -> int:
-        rows, columns = self.language_model.grid
-        return rows * columns
-
-    @property
     def max_caption_tokens(self) -> int:
         return self.language_model.max_prompt_tokens
 
@@ -240,34 +228,21 @@ class LanguageModelPipeline(NextTokenPipeline):
 
     # -- drafters and files -------------------------------------------------------------------------------------------------
 
-    def load_drafter(self, drafter: Any, *others: Any) -> str:
-        """Load a draft head that `vargen train drafter` trained for this model, and use it in later calls.
-
-        Args:
-            drafter, others: folders of training runs or of saved networks. All are loaded, or none.
-
-        Returns:
-            Name of the head of `drafter`, such as `"eagle"`.
-
-        Raises:
-            ValueError: before any weight is read, if a folder holds no draft head, damaged files, or a head that was
-                trained for another model.
-        """
+    def _load_drafters(self, *drafters: Any) -> dict[str, Any]:
         target = self.decoding_model()
-        found = _read_heads(target, drafter, *others)
-        self.draft_heads.update({name: load_network(stored, target.dtype) for name, stored in found.items()})
-        return next(iter(found))
+        heads = {name: load_network(stored, target.dtype) for name, stored in _read_heads(target, *drafters).items()}
+        self.draft_heads.update(heads)
+        return heads
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Write the model and its processor as a folder of transformers, and each draft head in a subfolder of its name.
 
         `open_pipeline` opens it with its draft heads; transformers opens it without them. A draft model is not saved.
 
+        A model whose weights are offloaded by other means than `device_map` is refused.
+
         Args:
             kwargs: passed to `save_pretrained` of the model.
-
-        Raises:
-            ValueError: while weights are offloaded by other means than `device_map`.
         """
         if not hasattr(self.model, "hf_device_map"):  # with which transformers finds offloaded weights itself
             require_weights(self.model, "saved", "model")

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import without_autocast
-from vargen.decoding import Accelerator, DecodeOutput
+from vargen.decoding import DecodeOutput
 from vargen.pipelines.generation import ImagePipeline, ImageRequest
 from vargen.pipelines.images import validate_decode_arguments
 
@@ -20,6 +20,7 @@ class NextTokenPipeline(ImagePipeline):
     """Base of pipelines whose models predict one token after another."""
 
     paradigm: ClassVar[str] = "next-token"
+    joins_running_batch: ClassVar[bool] = True
     own_arguments: ClassVar[tuple[str, ...]] = ("guidance_interval", "return_log_probs")
 
     @torch.no_grad()
@@ -56,9 +57,6 @@ class NextTokenPipeline(ImagePipeline):
             mask = self.mask_generated(length, (image.height, image.width))[0, 0]
             image.putalpha(Image.fromarray(mask.numpy().astype("uint8") * 255))
         return images
-
-    def joins_running_batch(self, method: Accelerator) -> bool:
-        return True
 
     def _decode(self, request: ImageRequest, callback: Any) -> DecodeOutput:
         return self._engines.decode(self, request, callback)

@@ -165,7 +165,8 @@ class StoredPipeline(DiffusionPipeline):
     def load_drafter(self, drafter: Any, *others: Any) -> str:
         """Load a network that `vargen train drafter` trained for this model, and use it in later calls.
 
-        It becomes a component of the pipeline: `save_pretrained` writes it and `from_pretrained` restores it.
+        It becomes a part of the pipeline: `save_pretrained` writes it and `from_pretrained` restores it. Folders that hold no
+        such network, damaged files, or a network that does not match the model are refused before any weight is read.
 
         Args:
             drafter: folder of the training run or of the saved network, or the name of a packaged one, such as `"emoji/eagle"`.
@@ -173,16 +174,15 @@ class StoredPipeline(DiffusionPipeline):
 
         Returns:
             Name of the component of `drafter`, such as `"eagle"`.
-
-        Raises:
-            ValueError: before any weight is read, if a folder holds no such network, damaged files, or if the network
-                does not match the transformer.
         """
+        return next(iter(self._load_drafters(drafter, *others)))
+
+    def _load_drafters(self, *drafters: Any) -> dict[str, Any]:
         if self.transformer is None:
             raise ValueError("this pipeline was loaded without a transformer: there is nothing to draft for")
-        networks, device = loading.load_trained_networks(self, drafter, *others), self._device_of(self.transformer)
+        networks, device = loading.load_trained_networks(self, *drafters), self._device_of(self.transformer)
         self.register_modules(**{name: network.to(device) for name, network in networks.items()})
-        return next(iter(networks))
+        return networks
 
     # -- devices ----------------------------------------------------------------------------------------------------------
 

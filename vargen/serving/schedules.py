@@ -39,5 +39,5 @@ def open_schedule(pipe: VisualPipeline, accelerator: Any, slots: int, guidance_s
         return VideoSchedule(pipe, pipe.resolve_method(accelerator, from_image=pipe.setting("image_model") is not None), slots)
     method = pipe.resolve_method(pipe.default_method if accelerator is None else accelerator)
     pipe.validate_method(method)
-    kind = JoiningSchedule if pipe.joins_running_batch(method) else BatchSchedule
+    kind = JoiningSchedule if pipe.joins_running_batch else BatchSchedule
     return kind(pipe, method, slots, guidance_scale)
