@@ -108,10 +108,6 @@ def validate_sampling_defaults(defaults: Any, transformer: Mapping[str, Any]) ->
         raise ValueError(f"defaults: {error}") from error
 
 
-def _check_nothing(configs: Mapping[str, Any]) -> None:
-    """The components of a family need not agree in more than `matches`."""
-
-
 @dataclass(frozen=True)
 class ModelFamily:
     """Registration of a model family.
@@ -122,7 +118,7 @@ class ModelFamily:
         components: all components that its folders may have.
         condition_settings: by kind of condition, settings that a smaller transformer must share with the transformer.
         text_width: setting of the transformer that is the width of the text encoder's features.
-        check_compatible: checks that the configurations match in what `matches` cannot express; raises ValueError.
+        check_compatible: raises ValueError unless the configurations match in what `matches` cannot express.
         check_defaults: validates the `defaults` of a folder, given the transformer's configuration; raises ValueError.
         convert: converts official files to a folder. Its arguments are the options of `vargen convert NAME`.
         official_sizes: by name, such as "var-d16", configurations of the components; benchmarks run them with random weights.
@@ -133,7 +129,7 @@ class ModelFamily:
     components: Mapping[str, Component]
     condition_settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     text_width: str = "caption_dim"
-    check_compatible: Callable[[Mapping[str, Any]], None] = _check_nothing
+    check_compatible: Callable[[Mapping[str, Any]], None] | None = None
     check_defaults: Callable[[Any, Mapping[str, Any]], object] = validate_sampling_defaults
     convert: Callable[..., Path] | None = None
     official_sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -155,21 +151,18 @@ class ModelFamily:
             given: components that the caller passes.
         """
         for name, component in self.components.items():
-            if component.required and name not in given and index.get(name) in (None, _ABSENT):
+            entry, known = index.get(name, _ABSENT), component.named_classes
+            if entry in (None, _ABSENT) and component.required and name not in given:
                 advice = f"download or convert the folder again, or pass {name} when opening it"
                 raise ValueError(f"{file} names no {name!r}; {advice}")
-        for name, entry in index.items():
-            if name not in self.components:
-                if isinstance(entry, list) and entry != _ABSENT and name not in STORED_VALUES:
-                    raise ValueError(
-                        f"{file} names {name!r}, {short_repr(entry)}; the components are {', '.join(self.components)}"
-                    )
-                continue
-            known = self.components[name].named_classes
             if entry is None:
                 raise ValueError(f"{file} has {name!r}: null; a missing component must be [null, null]")
             if entry != _ABSENT and class_of(entry) not in known:
                 raise ValueError(f"{file} has {name!r}: {short_repr(entry)}; its class must be {' or '.join(known)}")
+        for name, entry in index.items():
+            if name not in (*self.components, *STORED_VALUES) and isinstance(entry, list) and entry != _ABSENT:
+                allowed = ", ".join(self.components)
+                raise ValueError(f"{file} names {name!r}, {short_repr(entry)}; the components are {allowed}")
 
     def check(self, configs: Mapping[str, Any], id2label: Any = None, defaults: Any = None, prompt_styles: Any = None) -> None:
         """Check that the configurations of components match, and validate the values stored with them.
@@ -191,7 +184,8 @@ class ModelFamily:
         if not transformer:
             return
         for name, component in self.components.items():
-            for own, other in _pairs(component.matches).items():
+            for own in component.matches:
+                other = component.matches[own] if isinstance(component.matches, Mapping) else own
                 require_equal(configs, name, own, "transformer", other)
             if component.classes == self.components["transformer"].classes:
                 for setting in self.condition_settings.get(condition, ()):
@@ -199,11 +193,8 @@ class ModelFamily:
         if condition != "class":
             width = "d_model" if config_value(configs.get("text_encoder"), "d_model") is not None else "hidden_size"
             require_equal(configs, "text_encoder", width, "transformer", self.text_width)
-        self.check_compatible(configs)
-
-
-def _pairs(matches: Mapping[str, str] | tuple[str, ...]) -> Mapping[str, str]:
-    return matches if isinstance(matches, Mapping) else dict(zip(matches, matches, strict=True))
+        if self.check_compatible is not None:
+            self.check_compatible(configs)
 
 
 def _check_labels(id2label: Any, num_classes: int | None) -> None:

@@ -172,7 +172,7 @@ class ImagePipeline(VisualPipeline):
         guidance, sampling = self.resolve_sampling(
             guidance_interval, guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p
         )
-        num_images_per_prompt = validation.validate_num_images(num_images_per_prompt, 1, num_candidates)
+        validation.validate_num_images(num_images_per_prompt, 1, num_candidates)
         condition, num_prompts = self.encode_condition(
             prompt,
             class_labels=class_labels,
@@ -183,11 +183,11 @@ class ImagePipeline(VisualPipeline):
             negative_prompt_mask=negative_prompt_mask,
             clean_prompt=clean_prompt,
         )
-        texts = () if scorer is None else scorer_prompts(self, prompt, condition, num_images_per_prompt)
-        images_per_prompt = validation.validate_num_images(num_images_per_prompt, num_prompts, num_candidates) * num_candidates
+        texts = () if scorer is None else scorer_prompts(self, prompt, condition)
+        num_images_per_prompt = validation.validate_num_images(num_images_per_prompt, num_prompts, num_candidates)
         seeds = resolve_seeds(generator, num_prompts * num_images_per_prompt)
         seeds = seeds if num_candidates == 1 else seeds.for_candidates(num_candidates)
-        condition = condition.repeat(images_per_prompt)
+        condition = condition.repeat(num_images_per_prompt * num_candidates)
         request = ImageRequest(method, condition, guidance, sampling, seeds, num_candidates, batch_size)
         if source is not None:
             request = replace(request, fixed=self._encode_source(source, num_prompts, len(request.seeds.seeds)))
@@ -248,11 +248,11 @@ class ImagePipeline(VisualPipeline):
         Args:
             result: tokens of all candidates, grouped by image.
             scorer: scores the candidates' pixels, float `[N, 3, Y, X]` in [0, 1].
-            prompts: one per image, not repeated for its candidates.
+            prompts: for each of which there are equally many candidates.
         """
         count, stats = request.num_candidates, result.stats
         pixels = self.decode_tokens(result.tokens, result.length if stats.stopped else None, "pt")
-        repeated = [prompt for prompt in prompts for _ in range(count)]
+        repeated = [prompt for prompt in prompts for _ in range(len(pixels) // len(prompts))]
         scores = score_images(scorer, pixels.float().cpu(), repeated).view(-1, count)
         best = scores.argmax(1) if scorer.higher_is_better else scores.argmin(1)
         selected = torch.arange(len(best)) * count + best

@@ -115,8 +115,9 @@ def encode_prompt(
     prompts = [pipe.normalize_prompt(text).text for text in prompts]
     if clean:
         prompts = [clean_caption(text) for text in prompts]
-    given = max_sequence_length
-    rows = pipe.max_caption_tokens if given is None else require_int("max_sequence_length", given, 1)
+    if max_sequence_length is not None:
+        require_int("max_sequence_length", max_sequence_length, 1)
+    rows = max_sequence_length or pipe.max_caption_tokens
     english = getattr(pipe.text_encoder.config, "model_type", None) != "umt5"  # which reads other languages, too
     reasons = [each for text in prompts for each in describe_unread_text(pipe.tokenizer, text, rows, english)]
     for reason in dict.fromkeys(reasons):
@@ -181,11 +182,7 @@ def encode_condition(
 
 
 def _read_features(pipe: VisualPipeline, name: str, prompt: Any, embeds: Any, mask: Any) -> Condition | None:
-    """Validate a prompt, or its features and mask, and return the condition of the latter.
-
-    Args:
-        name: of the argument of the prompt, for error messages.
-    """
+    """Validate a prompt, or its features and mask, and return the condition of the latter; errors give the prompt's `name`."""
     if embeds is None:
         if mask is not None:
             raise ValueError(f"{name}_mask belongs to {name}_embeds, and none are given")
@@ -196,26 +193,38 @@ def _read_features(pipe: VisualPipeline, name: str, prompt: Any, embeds: Any, ma
     if not isinstance(embeds, Tensor):
         raise TypeError(f"{name}_embeds must be a tensor, got {type(embeds).__name__}")
     expected = (pipe.max_caption_tokens, pipe.transformer.config.caption_dim)
-    if prompt is not None or embeds.dim() != 3 or tuple(embeds.shape[1:]) != expected:
+    if prompt is not None or embeds.dim() != 3 or not len(embeds) or tuple(embeds.shape[1:]) != expected:
         raise ValueError(
             f"{name}_embeds must be [B, {expected[0]}, {expected[1]}] and come without {name}, "
             f"got {tuple(embeds.shape)}" + (f" and {name}={prompt!r:.40}" if prompt is not None else "")
         )
-    embeds, mask = validation.validate_embeds(embeds, mask, name)
-    device = pipe._device_of(pipe.transformer)
-    return Condition(None, embeds.to(device), mask.to(device))
+    if not embeds.is_floating_point() or not embeds.isfinite().all():
+        kind = "NaN or infinite ones" if embeds.is_floating_point() else str(embeds.dtype)
+        raise ValueError(f"{name}_embeds must hold finite floating-point numbers, got {kind}")
+    wanted, device = list(embeds.shape[:2]), pipe._device_of(pipe.transformer)
+    try:
+        given = torch.ones(wanted) if mask is None else torch.as_tensor(mask)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name}_mask must be a tensor {wanted} or nested lists, 1 where valid, got {short_repr(mask)}"
+        ) from error
+    if list(given.shape) != wanted:
+        raise ValueError(f"{name}_mask must be {wanted}, got {list(given.shape)}")
+    if not ((given == 0) | (given == 1)).all():
+        raise ValueError(f"{name}_mask must hold 1 where a row is valid and 0 elsewhere, got other values")
+    return Condition(None, embeds.to(device), given.bool().to(device))
 
 
-def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Any, count: int) -> list[str]:
-    """Return the texts for the scorer, `count` for each row of the condition: normalized prompts, or class names."""
+def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Any) -> list[str]:
+    """Return the text for the scorer of each row of the condition: normalized prompts, or class names."""
     if pipe.is_class_conditional:
         names, labels = pipe.class_names, condition.class_labels.tolist()
         if any(label not in names for label in labels):
             raise ValueError("scorer needs words, and this model's classes have no names (id2label)")
-        return [names[label].split(",")[0] for label in labels for _ in range(count)]
+        return [names[label].split(",")[0] for label in labels]
     if prompt is None:
         raise ValueError("scorer needs words: give a prompt, not prompt_embeds")
-    return [pipe.normalize_prompt(text).text for text in validation.validate_prompts(prompt) for _ in range(count)]
+    return [pipe.normalize_prompt(text).text for text in validation.validate_prompts(prompt)]
 
 
 # A model that was trained with names, such as "grinning cat" for "😺", has a table of them in its folder.

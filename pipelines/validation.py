@@ -9,7 +9,6 @@ from typing import Any
 from unicodedata import category
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vargen.decoding import PRESETS, Accelerator, Sampling
@@ -82,29 +81,6 @@ def validate_num_images(num_images_per_prompt: Any, prompts: int, candidates: in
         found = f"{prompts} prompts x {short_repr(count)}" + (f" x {candidates} candidates" if candidates > 1 else "")
         raise ValueError(f"one call generates at most {MAX_IMAGES} images, got {found}; split the call")
     return count
-
-
-def validate_embeds(embeds: Tensor, mask: Any, name: str) -> tuple[Tensor, Tensor]:
-    """Return caption features `[B, P, C]` and their mask as bool `[B, P]`. Without a mask all features are valid."""
-    if not len(embeds):
-        raise ValueError(f"{name}_embeds must hold at least one row, got {list(embeds.shape)}")
-    if not embeds.is_floating_point() or not embeds.isfinite().all():
-        kind = "NaN or infinite ones" if embeds.is_floating_point() else str(embeds.dtype)
-        raise ValueError(f"{name}_embeds must hold finite floating-point numbers, got {kind}")
-    wanted = list(embeds.shape[:2])
-    if mask is None:
-        return embeds, torch.ones(wanted, dtype=torch.bool)
-    try:
-        given = torch.as_tensor(mask)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{name}_mask must be a tensor {wanted} or nested lists, 1 where valid, got {short_repr(mask)}"
-        ) from error
-    if list(given.shape) != wanted:
-        raise ValueError(f"{name}_mask must be {wanted}, got {list(given.shape)}")
-    if not ((given == 0) | (given == 1)).all():
-        raise ValueError(f"{name}_mask must hold 1 where a row is valid and 0 elsewhere, got other values")
-    return embeds, given.bool()
 
 
 def wants_stop(answer: Any) -> bool:
