@@ -66,9 +66,6 @@ class CausalVideoPipeline(VisualPipeline):
         text_encoder, tokenizer: encoder of prompts.
         defaults: the checkpoint's settings; see `vargen.pipelines.video_settings.VideoSettings`.
         prompt_styles, prompt_names: as in `LlamaGenPipeline`.
-
-    Raises:
-        ValueError: for components that do not match each other, or defaults that are not valid.
     """
 
     paradigm: ClassVar[str] = VideoMethod.paradigm
@@ -207,9 +204,6 @@ class CausalVideoPipeline(VisualPipeline):
             callback: called with a `BlockProgress` after every pass; returning False ends the video.
             clean_prompt: see `LlamaGenPipeline`.
             profile: see `decode_video`.
-
-        Raises:
-            ValueError, TypeError: before any pass, for invalid arguments, naming the argument, its value and what is allowed.
         """
         self.check_inputs()
         blocks = self.settings.num_blocks if num_blocks is None else num_blocks
@@ -281,7 +275,6 @@ class CausalVideoPipeline(VisualPipeline):
                 call with the blocks finished so far; later videos have none.
 
         Raises:
-            ValueError, TypeError: as `stream`, before the first video is started.
             NonFiniteLatentsError: see `decode_video`.
         """
         self.check_inputs(output_type, callback_on_step_end, callback_on_step_end_tensor_inputs)

@@ -145,11 +145,7 @@ class ModelFamily:
         return {name: component for name, component in self.components.items() if component.run_folder is not None}
 
     def validate_index(self, index: Mapping[str, Any], file: Path, given: Container[str] = ()) -> None:
-        """Raise ValueError unless an index names all required components, and only allowed classes.
-
-        Args:
-            given: components that the caller passes.
-        """
+        """Raise ValueError unless an index names all required components but those `given`, and only allowed classes."""
         for name, component in self.components.items():
             entry, known = index.get(name, _ABSENT), component.named_classes
             if entry in (None, _ABSENT) and component.required and name not in given:

@@ -58,22 +58,13 @@ class ImagePipelineOutput(BaseOutput):
         return f"<{type(self).__name__}: {count}, {self.stats}>"
 
     def parameters(self, number: int = 0) -> dict[str, Any]:
-        """Return the parameters of image `number` with which it is generated again: prompt, seed, method, model, machine.
-
-        Raises:
-            ValueError: for a result that no pipeline returned.
-        """
+        """Return the parameters of image `number` with which it is generated again: prompt, seed, method, model, machine."""
         if self._call is None or self.tokens is None:
             raise ValueError("this result was not returned by the call of a pipeline, so it has no parameters")
         return self._call.describe(number, self.stats, self.tokens)
 
     def save(self, path: str | Path, number: int = 0) -> Path:
-        """Write image `number` as a PNG that carries its `parameters`; returns the path.
-
-        Raises:
-            ValueError: for another suffix than `.png`, or images that are not PIL images.
-            OSError: if the file cannot be written.
-        """
+        """Write image `number` as a PNG that carries its `parameters`; returns the path."""
         file = expand_user(path, "path")
         if file.suffix.lower() != ".png":
             raise ValueError(f"path must end in .png, as only PNG files carry parameters, got {str(path)!r}")

@@ -48,9 +48,6 @@ class LlamaGenPipeline(NextTokenPipeline):
         low_res: a transformer with the same tokens and conditions and a smaller grid, which drafts for `accelerator="mulo"`.
         upsampler: predicts token probabilities from low-resolution images. Without it, they are decoded, resized and encoded.
         **others: further drafters that are registered as components of the family.
-
-    Raises:
-        ValueError: for components that do not match each other, or class names or defaults that are not valid.
     """
 
     low_res: LlamaGenTransformer | None = None
@@ -135,10 +132,6 @@ class LlamaGenPipeline(NextTokenPipeline):
         """Encode PIL images or a tensor `[B, 3, Y, X]` (float in [0, 1], or uint8) to tokens int64 `[B, rows, columns]`.
 
         Images are resized to the model's size.
-
-        Raises:
-            ValueError, TypeError: if it is not an image, or has another dtype or values outside [0, 1].
-            NonFinitePixelsError: if the tokenizer returns NaN or infinite values for finite ones.
         """
         side = self.transformer.config.grid_size * self.vqvae.downsampling
         pixels = preprocess_images(images, self.image_processor, side)

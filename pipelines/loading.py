@@ -61,9 +61,6 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
             device. None leaves the pipeline on the CPU.
         **options: passed to `from_pretrained` of the pipeline's class, such as `torch_dtype` or `quantization`; see
             `VisualPipeline` and `LanguageModelPipeline`.
-
-    Raises:
-        ValueError, TypeError: see `VisualPipeline.from_pretrained`; also for an invalid or unavailable device.
     """
     place = None if device is None else select_device(device)
     check_options(options, *list_families().values(), more=LANGUAGE_MODEL_OPTIONS)
@@ -92,11 +89,7 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
 
 
 def inspect_model(name: Any) -> VisualPipeline:
-    """Return the pipeline of a model without weights: its networks are on the meta device, so it cannot generate.
-
-    Raises:
-        ValueError: as `open_pipeline`, for files that cannot be opened.
-    """
+    """Return the pipeline of a model without weights: its networks are on the meta device, so it cannot generate."""
     folder = locate_folder(name, {})
     return find_pipeline_class(folder).inspect(folder)
 
@@ -144,10 +137,6 @@ def read_model_folder(name: Any, family: ModelFamily, options: Mapping[str, Any]
     Args:
         name: name, folder or Hub id.
         options: arguments of `from_pretrained`.
-
-    Raises:
-        ValueError: naming the file and the value, for a folder that cannot be opened.
-        TypeError: for an option that does not exist.
     """
     options = options or {}
     check_options(options, family)

@@ -48,9 +48,6 @@ def locate_folder(name: Any, options: Mapping[str, Any]) -> Path:
         name: name of a packaged model, a folder, `owner/name` or `owner/name@revision` on the hub, `hf://owner/name`, or the
             address of a page of the hub.
         options: `FETCHING`, as of huggingface_hub; other options are ignored.
-
-    Raises:
-        ValueError: if there is no such model, or it has to be converted first; the message says what to type.
     """
     text = str(name)
     if text in packaged_models():

@@ -185,10 +185,7 @@ def validate_regenerable(parameters: Mapping[str, Any]) -> None:
 
 
 def regenerate(pipe: VisualPipeline, parameters: Mapping[str, Any], original: Image.Image) -> Regeneration:
-    """Generate an image again by the parameters of the original, and compare it.
-
-    Parameters that this pipeline does not take are refused.
-    """
+    """Generate an image again by the parameters of the original, and compare it."""
     validate_regenerable(parameters)
     subject = {"prompt": parameters.get("prompt"), "negative_prompt": parameters.get("negative_prompt")}
     if pipe.is_class_conditional:

@@ -82,9 +82,7 @@ class StoredPipeline(DiffusionPipeline):
                 and `revision` of the hub.
 
         Raises:
-            ValueError: before any weight is loaded, for invalid dtypes, an unknown name, a folder without `model_index.json`,
-                or a component that is missing, damaged or does not match the others.
-            TypeError: for an unknown argument.
+            ValueError, TypeError: before any weight is loaded, for invalid arguments or folders.
             MemoryError: if the weights do not fit in memory; the message reports their size in bytes.
         """
         if dtype is not None and torch_dtype is not None:

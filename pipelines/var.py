@@ -44,9 +44,6 @@ class VARPipeline(ImagePipeline):
         text_encoder, tokenizer: encoder of prompts (`condition="text"` only).
         draft_transformer: a smaller transformer with the same tokens and conditions, for `accelerator="code"` and others.
         id2label, defaults, prompt_styles, prompt_names: as in `LlamaGenPipeline`.
-
-    Raises:
-        ValueError: for components that do not match each other, or class names or defaults that are not valid.
     """
 
     paradigm: ClassVar[str] = "next-scale"

@@ -35,18 +35,13 @@ def validate_video_path(path: Any, name: str = "path") -> Path:
 
 
 def save_video(frames: Any, path: Any, fps: float, comment: str = "") -> Path:
-    """Write a video file atomically. GIF and WebP files loop.
+    """Write a video file atomically: no partial file is left after an error. GIF and WebP files loop, MP4 needs PyAV.
 
     Args:
         frames: PIL images, or numbers in [0, 1] as a NumPy array `[F, Y, X, 3]` or a torch tensor `[F, 3, Y, X]`.
         path: file name that ends in .mp4, .gif or .webp.
         fps: frames per second.
         comment: stored in the file's metadata if the format supports it.
-
-    Raises:
-        ValueError: for no frames, frames of different sizes, an unsupported suffix, or `fps` that is not above 0.
-        ImportError: for .mp4 without PyAV.
-        OSError: if the file cannot be written; no partial file is left then.
     """
     file, rate = validate_video_path(path), parse_float(fps)
     if rate is None or rate <= 0:
