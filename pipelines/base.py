@@ -112,7 +112,7 @@ class VisualPipeline(StoredPipeline):
 
     def _init_calls(self) -> None:
         """Create what calls use beside the components."""
-        self._opened: dict[Any, Any] = {}
+        self._opened: dict[Any, Any] = {}  # scorers and other models
         self._calls = RunningCalls()
         self._engines = KeptEngines()
 

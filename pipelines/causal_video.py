@@ -29,7 +29,7 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_prompt, encode_tokens
 from vargen.pipelines.seeds import resolve_seeds
-from vargen.pipelines.start_images import MergedLoRAs, encode_start_image, open_image_pipe
+from vargen.pipelines.start_images import encode_start_image, merge_lora, open_image_pipe
 from vargen.pipelines.video_memory import on_device
 from vargen.pipelines.video_settings import LORA_SIZE, MAX_BLOCKS, VideoSettings, clean_whitespace, validate_geometry
 from vargen.pipelines.videos import (
@@ -102,10 +102,6 @@ class CausalVideoPipeline(VisualPipeline):
             text_encoder=text_encoder, tokenizer=tokenizer, draft_transformer=draft_transformer,
             preview_decoder=preview_decoder, router=router, image_lora=image_lora, draft_image_lora=draft_image_lora,
         )  # fmt: skip
-
-    def _init_calls(self) -> None:
-        super()._init_calls()
-        self._merged_loras = MergedLoRAs()
 
     # -- properties -----------------------------------------------------------------------------------------------------
 
@@ -338,9 +334,8 @@ class CausalVideoPipeline(VisualPipeline):
         levels, draft_levels = (self.settings.resolve_levels(draft) for draft in (False, True))
         target, drafter = self.transformer, self.draft_transformer
         if from_image:
-            device = self._device_of(target)
-            target = self._merged_loras.network("transformer", target, self.image_lora, device)
-            drafter = self._merged_loras.network("draft_transformer", drafter, self.draft_image_lora, device)
+            target = merge_lora(self, "transformer", "image_lora")
+            drafter = merge_lora(self, "draft_transformer", "draft_image_lora")
         draft = CausalVideoBlockModel(drafter or target, draft_levels, **options) if self.drafts else None
         return CausalVideoBlockModel(target, levels, draft_model=draft, **options)
 

@@ -54,14 +54,7 @@ def find_image_model(pipe: Any, name: str | None = None) -> VisualPipeline | Non
         return None
     if not pipe.settings.image:
         raise ValueError(f"image_model must be left out: {pipe.folder.name} was not trained to start from an image")
-    return _inspect(str(chosen))
-
-
-def open_image_pipe(name: str, device: torch.device) -> VisualPipeline:
-    """Open a model that generates images from prompts; ValueError for another one."""
-    pipe: VisualPipeline = open_pipeline(_inspect(name).folder, device=device)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return _inspect(chosen)
 
 
 def _inspect(name: str) -> VisualPipeline:
@@ -71,25 +64,26 @@ def _inspect(name: str) -> VisualPipeline:
     return found
 
 
-class MergedLoRAs:
-    """Networks with a LoRA merged in, each made on first use, and again if its network or LoRA is another one."""
+def open_image_pipe(name: str, device: torch.device) -> VisualPipeline:
+    """Open a model that generates images from prompts; ValueError for another one."""
+    pipe = open_pipeline(_inspect(name).folder, device=device)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
-    def __init__(self) -> None:
-        self._merged: dict[str, tuple[Any, Any, Any]] = {}
 
-    def network(self, name: str, transformer: Any, lora: Any, device: torch.device) -> Any:
-        """Return a network with the LoRA, on a device and in the network's dtype; the network itself if either is None.
+def merge_lora(pipe: CausalVideoPipeline, name: str, lora_name: str) -> Any:
+    """Return a network of a pipeline with a LoRA merged in, on the device of the passes; the network if there is no LoRA.
 
-        Args:
-            name: of the component, such as `"transformer"`.
-        """
-        if transformer is None or lora is None:
-            return transformer
-        *known, merged = self._merged.get(name, (None, None, None))
-        if known[0] is not transformer or known[1] is not lora or (merged.dtype, merged.device) != (transformer.dtype, device):
-            merged = lora.merge(transformer).to(device)
-            self._merged[name] = transformer, lora, merged
-        return merged
+    It is kept until the network or the LoRA is another one.
+    """
+    network, lora, device = getattr(pipe, name), getattr(pipe, lora_name), pipe._device_of(pipe.transformer)
+    if network is None or lora is None:
+        return network
+    *parts, merged = pipe._opened.get(name, (None, None, None))
+    if parts != [network, lora] or (merged.dtype, merged.device) != (network.dtype, device):
+        merged = lora.merge(network).to(device)
+        pipe._opened[name] = network, lora, merged
+    return merged
 
 
 def shrink_images(pixels_BCYX: Tensor, scale: float) -> Tensor:
