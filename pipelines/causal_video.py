@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,13 +18,7 @@ from vargen.decoding.video.interfaces import BlockProgress
 from vargen.models.causal_video.decoding import BlockRouter, CausalVideoBlockModel, bind_router
 from vargen.models.causal_video.network import CausalVideoLoRA, CausalVideoTransformer
 from vargen.models.guidance import Condition, Guidance
-from vargen.models.tokenizers.video_vae import (
-    AutoencoderKLWan,
-    CausalVideoVAE,
-    PreviewDecoder,
-    StreamingDecoder,
-    WanStreamingDecoder,
-)
+from vargen.models.tokenizers.video_vae import AutoencoderKLWan, CausalVideoVAE, PreviewDecoder
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
@@ -31,13 +26,14 @@ from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_promp
 from vargen.pipelines.seeds import resolve_seeds
 from vargen.pipelines.start_images import encode_start_image, merge_lora, open_image_pipe
 from vargen.pipelines.video_memory import on_device
-from vargen.pipelines.video_settings import LORA_SIZE, MAX_BLOCKS, VideoSettings, clean_whitespace, validate_geometry
+from vargen.pipelines.video_settings import LORA_SIZE, VideoSettings, clean_whitespace, validate_geometry
 from vargen.pipelines.videos import (
     CausalVideoPipelineOutput,
     VideoStream,
     resolve_preview_decoder,
     save_video,
     stack_videos,
+    streaming_decoder,
     to_output_frames,
 )
 from vargen.scoring.frames import FrameScorer
@@ -75,12 +71,6 @@ class CausalVideoPipeline(VisualPipeline):
     model_cpu_offload_seq = "text_encoder->transformer->vae"
     _callback_tensor_inputs: ClassVar[list[str]] = []
     vocab_size = 0  # a video has no tokens
-
-    vae: Any
-    preview_decoder: Any
-    router: Any
-    image_lora: Any
-    draft_image_lora: Any
 
     def __init__(
         self,
@@ -187,8 +177,7 @@ class CausalVideoPipeline(VisualPipeline):
             num_blocks: length in blocks. None: the checkpoint's default.
             accelerator: name of a preset (`vargen info presets` lists them), or a `VideoMethod`. None: `"sdvg"`, or `"target"`
                 for a model without a draft transformer, or see `resolve_method`.
-            tau: acceptance threshold on the scorer's scale, for methods that have one. None: the checkpoint's, else the
-                method's.
+            tau: acceptance threshold on the scorer's scale, for methods that have one. None: the checkpoint's or the method's.
             scorer: scorer of drafts, for methods that score; see `resolve_frame_scorer`.
             preview_decoder: decoder of the frames that are scored; see `resolve_preview_decoder`. None: the model's, if any.
             prompt_schedule: further prompts, by the number (above 0) of the block from which on each applies.
@@ -202,38 +191,36 @@ class CausalVideoPipeline(VisualPipeline):
             profile: see `decode_video`.
         """
         self.check_inputs()
-        blocks = self.settings.num_blocks if num_blocks is None else num_blocks
-        total = require_int("num_blocks", blocks, 1, MAX_BLOCKS)
+        given: dict[str, Any] = {"num_blocks": num_blocks, "window": window, "sinks": sinks}
+        settings = replace(self.settings, **{name: value for name, value in given.items() if value is not None})
         if image is None and prompt is not None:
-            image = self.settings.image_model
+            image = settings.image_model
         image = None if image is False else image
         method = self.resolve_method(accelerator, tau, image is not None)
         levels = self.transformer.config.motion_levels
         if motion is not None and parse_int(motion, 0, levels - 1) is None:
             allowed = f"from 0 to {levels - 1}" if levels else "left out: this model has no motion levels"
             raise ValueError(f"motion must be {allowed}, got {short_repr(motion)}")
-        if sinks is not None:
-            require_int("sinks", sinks, 0)
         if window is not None:
             require_int("window", window, self.transformer.geometry.block_frames + (sinks or 0))
-        schedule = validation.validate_prompt_schedule(prompt_schedule, total)
+        schedule = validation.validate_prompt_schedule(prompt_schedule, settings.num_blocks)
         scored = method.policy.needs_scores
         condition = self.encode_video_condition(prompt, prompt_embeds, clean_prompt)
         if scored and prompt is None:
             raise ValueError(f"accelerator {method.name!r} scores drafts with the prompt: give prompt, not prompt_embeds")
         frame_scorer = self.resolve_frame_scorer(scorer) if scored else None
         seeds = resolve_seeds(generator, 1)
-        given = encode_start_image(self, image, prompt, seeds.seeds[0])
+        start = encode_start_image(self, image, prompt, seeds.seeds[0])
         stream = VideoStream(
-            self.decoding_model(window, sinks, motion, bool(given)),
+            self.decoding_model(settings, motion, bool(start)),
             condition,
             int(seeds.noise_seeds[0]),
             method,
-            blocks=total,
-            decoder=self.streaming_decoder(),
+            blocks=settings.num_blocks,
+            decoder=streaming_decoder(self.vae),
             preview=resolve_preview_decoder(self, preview_decoder),
             score=None if frame_scorer is None else frame_scorer.bind(self.scorer_prompt(str(prompt))),
-            given=given,
+            given=start,
             callback=callback,
             profile=profile,
             router=bind_router(self, method),
@@ -315,23 +302,22 @@ class CausalVideoPipeline(VisualPipeline):
     # -- steps of a call ------------------------------------------------------------------------------------------------
 
     def decoding_model(
-        self, window: int | None = None, sinks: int | None = None, motion: int | None = None, from_image: bool = False
+        self, settings: VideoSettings | None = None, motion: int | None = None, from_image: bool = False
     ) -> CausalVideoBlockModel:
-        """Return the adapter of both models for `vargen.decoding.decode_video`; arguments as in `stream`.
+        """Return the adapter of both models for `vargen.decoding.decode_video`.
 
-        Args:
-            from_image: whether the video starts from an image, for which a model may have a LoRA.
+        None for `settings` selects the checkpoint's; `from_image` selects the LoRAs for videos that start from an image.
         """
-        scale = float(self.settings.guidance)
+        settings = settings or self.settings
         options: dict[str, Any] = {
-            "resamples_noise": not self.settings.euler,
-            "guidance": Guidance(scale, negative=None if scale == 1 else self.encode_empty_caption()),
-            "window": self.settings.window if window is None else window,
-            "sinks": self.settings.sinks if sinks is None else sinks,
+            "resamples_noise": not settings.euler,
+            "guidance": Guidance(settings.guidance, negative=None if settings.guidance == 1 else self.encode_empty_caption()),
+            "window": settings.window,
+            "sinks": settings.sinks,
             "motion": motion,
             "device": self._device_of(self.transformer),
         }
-        levels, draft_levels = (self.settings.resolve_levels(draft) for draft in (False, True))
+        levels, draft_levels = (settings.resolve_levels(draft) for draft in (False, True))
         target, drafter = self.transformer, self.draft_transformer
         if from_image:
             target = merge_lora(self, "transformer", "image_lora")
@@ -371,10 +357,7 @@ class CausalVideoPipeline(VisualPipeline):
             return Condition(caption_embeds=encode_tokens(self, tokenized(self.tokenizer, [""], return_tensors="pt"))[0])
 
     def scorer_prompt(self, prompt: str) -> str:
-        """Return the prompt for scorers: normalized, with the model's style appended if the model has only one.
-
-        Without it, a scorer trained with several styles would prefer a mixture of them.
-        """
+        """Return the prompt for scorers, normalized and in the model's only style, or they would prefer a mixture of styles."""
         text = self.normalize_prompt(prompt).text
         styles = list(self.config.prompt_styles or ())
         named = len(styles) != 1 or re.search(rf"\b{re.escape(styles[0])}\b", text, re.IGNORECASE)
@@ -394,14 +377,9 @@ class CausalVideoPipeline(VisualPipeline):
         bound = hasattr(scorer, "bind") and not isinstance(scorer, type)
         return scorer if bound else FrameScorer(scorer, frames=frames)
 
-    def named_image_pipe(self, name: str) -> VisualPipeline:
+    def named_image_pipe(self, name: str) -> Any:
         """Return the pipeline of a packaged image model, or of one in a folder, opened on first use."""
-        pipe: VisualPipeline = self._open_once(open_image_pipe, name)
-        return pipe
-
-    def streaming_decoder(self) -> StreamingDecoder:
-        """Return the decoder of latents, block by block."""
-        return self.vae if isinstance(self.vae, StreamingDecoder) else WanStreamingDecoder(self.vae)
+        return self._open_once(open_image_pipe, name)
 
     def resolve_method(self, accelerator: Any, tau: Any = None, from_image: bool = False) -> VideoMethod:
         """Return the method of a call with its threshold.
@@ -414,11 +392,10 @@ class CausalVideoPipeline(VisualPipeline):
         drafts = self.drafts and not (moves_less and self.image_lora is not None)
         default = self.default_method if drafts else self.baseline
         method = super().resolve_method(default if accelerator is None else accelerator)
-        if tau is not None:
-            return method.with_tau(tau)
-        stored = self.settings.tau
         unset = accelerator is None or (isinstance(accelerator, str) and "tau" not in parse_spec(accelerator)[1])
-        return method.with_tau(stored) if stored is not None and unset and method.threshold is not None else method
+        if tau is None and unset and method.threshold is not None:
+            tau = self.settings.tau
+        return method if tau is None else method.with_tau(tau)
 
 
 CAUSAL_VIDEO = register_family(

@@ -17,6 +17,7 @@ from vargen.decoding import VideoMethod
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.images import preprocess_images
 from vargen.pipelines.loading import inspect_model, open_pipeline
+from vargen.pipelines.videos import streaming_decoder
 from vargen.values import short_repr
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def encode_start_image(pipe: CausalVideoPipeline, image: Any, prompt: str | None
         raise ValueError(f"image must be one image, got {len(pixels)}")
     if still is not None and (scale := pipe.settings.image_scale) < 1:
         pixels = shrink_images(pixels, scale)
-    decoder: Any = pipe.streaming_decoder()
+    decoder: Any = streaming_decoder(pipe.vae)
     frames = 1 + (pipe.settings.image_frames - 1) * pipe.transformer.geometry.temporal_stride
     return [decoder.encode(pixels[None].repeat(1, frames, 1, 1, 1).to(pipe._device_of(pipe.vae)))]
 

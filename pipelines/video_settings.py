@@ -17,8 +17,6 @@ from vargen.folders.networks import require_equal
 from vargen.models.causal_video.network import geometry_from_config
 from vargen.values import number_field, parse_float, short_repr, validate_fields
 
-MAX_BLOCKS = 100_000
-
 
 @dataclass(frozen=True)
 class VideoSettings:
@@ -30,7 +28,7 @@ class VideoSettings:
     draft_steps: Sequence[float] | None = None  # timesteps of the drafting model; None: the target's steps
     euler: bool = False  # integrate the velocity instead of adding fresh noise to each estimate
     guidance: float = number_field(1.0, 0)
-    num_blocks: int = number_field(8, 1, MAX_BLOCKS, is_integer=True)
+    num_blocks: int = number_field(8, 1, 100_000, is_integer=True)
     tau: float | None = None  # None: the method's
     window: int | None = number_field(None, 1, 1_000_000, is_integer=True, optional=True)
     sinks: int = number_field(0, 0, 1_000_000, is_integer=True)

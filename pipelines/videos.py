@@ -17,7 +17,7 @@ from torch import Tensor
 from vargen.compat import without_autocast
 from vargen.decoding import BlockStream, VideoBlock
 from vargen.files import atomic_file, expand_user
-from vargen.models.tokenizers.video_vae import DecodeState, StreamingDecoder
+from vargen.models.tokenizers.video_vae import DecodeState, StreamingDecoder, WanStreamingDecoder
 from vargen.mp4 import Mp4Writer, import_av
 from vargen.values import parse_float, short_repr
 
@@ -158,6 +158,11 @@ class _FunctionDecoder:
             got = list(pixels.shape) if isinstance(pixels, Tensor) else short_repr(pixels)
             raise ValueError(f"preview_decoder must return pixels [1, F, 3, Y, X], got {got}")
         return pixels, DecodeState((state or DecodeState()).frames + latents_BFCYX.shape[1])
+
+
+def streaming_decoder(vae: Any) -> StreamingDecoder:
+    """Return the decoder of latents, block by block."""
+    return vae if isinstance(vae, StreamingDecoder) else WanStreamingDecoder(vae)
 
 
 def resolve_preview_decoder(pipe: CausalVideoPipeline, preview_decoder: Any) -> StreamingDecoder | None:
