@@ -51,31 +51,6 @@ class RunningCall:
     interrupted: bool = False
 
 
-class RunningCalls:
-    """The running calls of a pipeline, so that an interrupt ends the right one. A copy of the pipeline starts with none."""
-
-    def __init__(self) -> None:
-        self._calls: list[RunningCall] = []
-
-    def __reduce__(self) -> tuple[type[RunningCalls], tuple[()]]:
-        return RunningCalls, ()
-
-    @contextmanager
-    def start(self) -> Iterator[RunningCall]:
-        """Register a call of this thread while the block runs."""
-        call = RunningCall(threading.get_ident())
-        self._calls.append(call)
-        try:
-            yield call
-        finally:
-            self._calls.remove(call)
-
-    def current(self) -> list[RunningCall]:
-        """The innermost call of this thread; in a thread without one, all running calls."""
-        calls = list(self._calls)
-        return [call for call in calls if call.thread == threading.get_ident()][-1:] or calls
-
-
 class VisualPipeline(StoredPipeline):
     """Generation of images or videos with an autoregressive model of any family.
 
@@ -113,7 +88,7 @@ class VisualPipeline(StoredPipeline):
     def _init_calls(self) -> None:
         """Create what calls use beside the components."""
         self._opened: dict[Any, Any] = {}  # scorers and other models
-        self._calls = RunningCalls()
+        self._calls: list[RunningCall] = []
         self._engines = KeptEngines()
 
     # -- methods --------------------------------------------------------------------------------------------------------
@@ -294,10 +269,25 @@ class VisualPipeline(StoredPipeline):
         sampling.validate_top_k(self.vocab_size)
         return guidance, sampling
 
+    @contextmanager
+    def _start_call(self) -> Iterator[RunningCall]:
+        """Register a call of this thread while the block runs, so that an interrupt ends the right one."""
+        call = RunningCall(threading.get_ident())
+        self._calls.append(call)
+        try:
+            yield call
+        finally:
+            self._calls.remove(call)
+
+    def _current_calls(self) -> list[RunningCall]:
+        """The innermost call of this thread; in a thread without one, all running calls."""
+        calls = list(self._calls)
+        return [call for call in calls if call.thread == threading.get_ident()][-1:] or calls
+
     @property
     def interrupt(self) -> bool:
         """Whether this thread's call, or in a thread without a call any running call, was interrupted."""
-        return any(call.interrupted for call in self._calls.current())
+        return any(call.interrupted for call in self._current_calls())
 
     @property
     def _interrupt(self) -> bool:
@@ -306,5 +296,5 @@ class VisualPipeline(StoredPipeline):
 
     @_interrupt.setter
     def _interrupt(self, value: bool) -> None:
-        for call in self._calls.current():
+        for call in self._current_calls():
             call.interrupted = value

@@ -266,7 +266,7 @@ class CausalVideoPipeline(VisualPipeline):
         seeds = resolve_seeds(generator, len(prompts))
         sources = [torch.Generator(device).manual_seed(seed) for seed, device in zip(seeds.seeds, seeds.devices, strict=True)]
         videos: list[list[Tensor]] = []
-        with self._calls.start() as call:
+        with self._start_call() as call:
 
             def after_pass(progress: BlockProgress) -> bool:
                 if callback is not None and callback(progress) is False:

@@ -219,7 +219,7 @@ class ImagePipeline(VisualPipeline):
         count = len(request.seeds.seeds)
         at_once = count if request.batch_size is None else min(request.batch_size, count)
         is_list = at_once < count and self.joins_running_batch
-        with self._calls.start() as call, self.progress_bar(total=self.num_tokens) as bar:
+        with self._start_call() as call, self.progress_bar(total=self.num_tokens) as bar:
 
             def callback(progress: Progress) -> bool | None:
                 # Where images begin one after another, the number of tokens is their mean, otherwise the smallest.

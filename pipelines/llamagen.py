@@ -102,18 +102,16 @@ class LlamaGenPipeline(NextTokenPipeline):
             for name, each in self.family.components.items()
             if each.adapter is not None and getattr(self, name) is not None
         }
-        smaller = {"draft_model": self.draft_transformer, "low_res": self.low_res}
-        models = {name: each and LlamaGenTokenModel(each, guidance, device=device) for name, each in smaller.items()}
-        low_res = None
-        if models["low_res"] is not None and codes is not None:
-            low_res = LowResolutionDrafter(models["low_res"], self.grids[-1], self.upsampler, self.vqvae)
+        smaller: tuple[Any, ...] = (self.draft_transformer, self.low_res)
+        draft, low = (each and LlamaGenTokenModel(each, guidance, device=device) for each in smaller)
+        needs_low = low is not None and codes is not None
         return LlamaGenTokenModel(
             self.transformer,
             guidance,
             codebook=codes,
-            draft_model=models["draft_model"],
+            draft_model=draft,
             draft_heads=heads,
-            low_res=low_res,
+            low_res=LowResolutionDrafter(low, self.grids[-1], self.upsampler, self.vqvae) if needs_low else None,
             device=device,
         )
 

@@ -47,14 +47,17 @@ def save_video(frames: Any, path: Any, fps: float, comment: str = "") -> Path:
     if rate is None or rate <= 0:
         raise ValueError(f"fps must be a number above 0, got {short_repr(fps)}")
     images = _to_pil_frames(frames)
+    options: dict[str, Any] = {"save_all": True, "append_images": images[1:], "loop": 0, "duration": round(1000 / rate)}
     with atomic_file(file) as temporary:
         if file.suffix.lower() == ".mp4":
             writer = Mp4Writer(str(temporary), images[0].size, rate, comment)
             for image in images:
                 writer.add(image)
             writer.close()
+        elif file.suffix.lower() == ".gif":
+            images[0].save(temporary, format="GIF", disposal=2, comment=comment.encode()[:255] or None, **options)
         else:
-            _write_animation(images, temporary, rate, file.suffix.lower(), comment)
+            images[0].save(temporary, format="WEBP", lossless=True, **options)
     return file
 
 
@@ -70,14 +73,6 @@ def _to_pil_frames(frames: Any) -> list[Image.Image]:
     if len({frame.size for frame in frames}) > 1:
         raise ValueError(f"frames must be of one size, got {sorted({frame.size for frame in frames})[:4]}")
     return [frame.convert("RGB") for frame in frames]
-
-
-def _write_animation(images: list[Image.Image], file: Path, fps: float, suffix: str, comment: str) -> None:
-    options: dict[str, Any] = {"save_all": True, "append_images": images[1:], "loop": 0, "duration": round(1000 / fps)}
-    if suffix == ".gif":
-        images[0].save(file, format="GIF", disposal=2, comment=comment.encode()[:255] or None, **options)
-    else:
-        images[0].save(file, format="WEBP", lossless=True, **options)
 
 
 if TYPE_CHECKING:
