@@ -75,14 +75,14 @@ class KeptEngines:
             self._keep(key, parts, engine)
         return output
 
-    def decode_scales(self, pipe: Any, request: ImageRequest, callback: Callback | None, fixed: Any) -> DecodeOutput:
+    def decode_scales(self, pipe: Any, request: ImageRequest, callback: Callback | None) -> DecodeOutput:
         """Generate the tokens of a request by `ScalePasses`."""
         condition, seeds = replace(request.condition, scale=request.guidance.scale), request.seeds.noise_seeds
         model = pipe.decoding_model(request.guidance)
         parts = [*model.networks, *(model.draft_model.networks if model.draft_model else ())]
         rows = 0 if condition.caption_embeds is None else condition.caption_embeds.shape[1]
         key = *_make_key(request, model, parts), rows, len(seeds)
-        passes = self._take(key, parts, lambda passes: 0)
+        fixed, passes = request.fixed, self._take(key, parts, lambda passes: 0)
         if passes is None:
             clock = Clock(torch.device(model.device), False)
             passes = ScalePasses(model, request.method.bind(model), condition, len(seeds), clock)
@@ -92,8 +92,8 @@ class KeptEngines:
             seeds,
             request.method,
             request.sampling,
-            fixed_scales=fixed.scales,
-            fixed_tokens=fixed.kept,
+            fixed_scales=() if fixed is None else fixed.scales,
+            fixed_tokens=None if fixed is None or fixed.kept_area is None else fixed,
             callback=callback,
             passes=passes,
         )

@@ -1,4 +1,4 @@
-"""The call of image pipelines: a request is generated in batches, and the best candidates are selected.
+"""Image pipelines: their call, which generates a request in batches and selects the best candidates; those of token models.
 
 The steps of a call are those of diffusers: check inputs, encode the prompt, resolve seeds, generate tokens with the model of
 the paradigm, decode them, return the output.
@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
 from torch import Tensor
 
 from vargen.compat import without_autocast
@@ -21,7 +23,13 @@ from vargen.decoding.decode import compute_log_probs
 from vargen.models.guidance import Guidance
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.images import FixedTokens, ImagePipelineOutput, InpaintSource, validate_source
+from vargen.pipelines.images import (
+    FixedTokens,
+    ImagePipelineOutput,
+    InpaintSource,
+    validate_decode_arguments,
+    validate_source,
+)
 from vargen.pipelines.prompts import scorer_prompts
 from vargen.pipelines.regeneration import CallRecord
 from vargen.pipelines.seeds import ImageSeeds, resolve_seeds
@@ -284,6 +292,56 @@ class ImagePipeline(VisualPipeline):
     def _encode_source(self, source: InpaintSource, num_prompts: int, images: int) -> FixedTokens:
         """Encode source images to the tokens that are not regenerated, one row per image."""
         raise NotImplementedError
+
+
+class NextTokenPipeline(ImagePipeline):
+    """Base of pipelines whose models predict one token after another."""
+
+    paradigm: ClassVar[str] = "next-token"
+    joins_running_batch: ClassVar[bool] = True
+    own_arguments: ClassVar[tuple[str, ...]] = ("guidance_interval", "return_log_probs")
+
+    @torch.no_grad()
+    @without_autocast
+    def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
+        """Decode tokens int64 `[B, N]` or `[B, rows, columns]` to images; white past `length [B]`."""
+        validate_decode_arguments(tokens, length, output_type, self.vocab_size)
+        rows, columns = self.grids[0]
+        if tokens.dim() not in (2, 3) or not len(tokens) or tokens[0].numel() != self.num_tokens:
+            raise ValueError(f"tokens must be [B, {self.num_tokens}] or [B, {rows}, {columns}], got {list(tokens.shape)}")
+        tokens = tokens.reshape(-1, rows, columns)
+        if output_type == "latent":
+            return tokens
+        pixels = self.decode_grids(tokens)
+        if length is not None:
+            mask = self.mask_generated(length.to(pixels.device), (pixels.shape[2], pixels.shape[3]))
+            pixels = torch.where(mask, pixels, 1.0)
+        if output_type == "pt":
+            return pixels
+        array = VaeImageProcessor.pt_to_numpy(pixels)
+        return array if output_type == "np" else VaeImageProcessor.numpy_to_pil(array)
+
+    @abstractmethod
+    def decode_grids(self, tokens: Tensor) -> Tensor:
+        """Decode tokens int64 `[B, rows, columns]` to pixels float32 `[B, 3, Y, X]` in [0, 1]."""
+
+    @abstractmethod
+    def mask_generated(self, length: Tensor, size: tuple[int, int]) -> Tensor:
+        """Return which of Y rows and X columns of pixels, bool `[B, 1, Y, X]`, the first `length` `[B]` tokens determine."""
+
+    def preview(self, tokens: Tensor, num_tokens: int) -> list[Image.Image]:
+        images, length = self.decode_tokens(tokens), torch.tensor([num_tokens])
+        for image in images:
+            mask = self.mask_generated(length, (image.height, image.width))[0, 0]
+            image.putalpha(Image.fromarray(mask.numpy().astype("uint8") * 255))
+        return images
+
+    def _decode(self, request: ImageRequest, callback: Any) -> DecodeOutput:
+        return self._engines.decode(self, request, callback)
+
+    @property
+    def num_baseline_passes(self) -> int:
+        return self.num_tokens
 
 
 def _join_outputs(parts: list[DecodeOutput], images: int) -> DecodeOutput:

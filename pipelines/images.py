@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -271,50 +271,41 @@ def _at_least_half(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class FixedTokens:
-    """Tokens of a source image that are not regenerated.
+    """Tokens of source images that are not regenerated: coarse scales, and the kept (unmasked) area of finer ones.
+
+    For the area, it quantizes the difference between the source image's latent and the latent generated so far, instead of the
+    source image itself, because coarse generated tokens overlap the area and their error must be corrected at finer scales.
 
     Attributes:
         scales: tokens `[B, n]` of the kept coarse scales.
-        kept: chooses the tokens of the unmasked area at finer scales; None without a mask.
+        quantizer: quantizer of the image tokenizer.
+        latent: float32 `[B, C, R, G]`, latents of the source images before quantization.
+        kept_area: float32 `[B, 1, R, G]`, 1 in latent cells of which no pixel is masked; None without a mask.
     """
 
     scales: list[Tensor]
-    kept: KeptTokens | None
+    quantizer: MultiScaleQuantizer
+    latent: Tensor
+    kept_area: Tensor | None
+
+    @classmethod
+    def build(cls, quantizer: MultiScaleQuantizer, latent: Tensor, mask: Tensor | None, num_scales: int) -> FixedTokens:
+        """Build it from the number of kept scales and a mask, bool `[B, 1, Y, X]`, True in the area to regenerate."""
+        area = None
+        if mask is not None:
+            area = 1 - F.max_pool2d(mask.to(latent.device, torch.float32), mask.shape[-1] // latent.shape[-1])
+        tokens = quantizer.quantize(latent)[:num_scales]
+        return cls([part.flatten(1) for part in tokens], quantizer, latent.float(), area)
 
     def select_rows(self, rows: slice) -> FixedTokens:
         """Return the same for some of the images."""
-        kept = self.kept
-        if kept is not None:
-            kept = replace(kept, latent=kept.latent[rows], kept_area=kept.kept_area[rows])
-        return FixedTokens([tokens[rows] for tokens in self.scales], kept)
-
-
-@dataclass(frozen=True)
-class KeptTokens:
-    """Chooses the tokens of the kept (unmasked) area at each scale of a next-scale loop.
-
-    It quantizes the difference between the source image's latent and the latent generated so far, instead of the source image
-    itself, because coarse generated tokens overlap the kept area and their error must be corrected at finer scales.
-
-    Attributes:
-        quantizer: quantizer of the image tokenizer.
-        latent: float32 `[B, C, R, G]`, latents of the source images before quantization.
-        kept_area: float32 `[B, 1, R, G]`, 1 in the kept latent cells; see `build`.
-    """
-
-    quantizer: MultiScaleQuantizer
-    latent: Tensor
-    kept_area: Tensor
-
-    @classmethod
-    def build(cls, quantizer: MultiScaleQuantizer, latent: Tensor, mask: Tensor) -> KeptTokens:
-        """Build it from a mask, bool `[B, 1, Y, X]`, True in the area to regenerate. A latent cell is kept if no pixel of it
-        is masked."""
-        area = 1 - F.max_pool2d(mask.to(latent.device, torch.float32), mask.shape[-1] // latent.shape[-1])
-        return cls(quantizer, latent.float(), area)
+        area = None if self.kept_area is None else self.kept_area[rows]
+        return FixedTokens([tokens[rows] for tokens in self.scales], self.quantizer, self.latent[rows], area)
 
     def __call__(self, canvas: Tensor, scale: int) -> tuple[Tensor, Tensor]:
         """Tokens int64 `[B, n]` for a scale, given the latent so far `[B, C, R, G]`, and bool `[B, n]`, True where kept."""
-        share = self.quantizer.downsample(self.kept_area, scale)
-        residual = self.quantizer.downsample((self.latent - canvas) * self.kept_area, scale) / share.clamp(min=1e-6)
+        area = self.kept_area
+        assert area is not None
+        share = self.quantizer.downsample(area, scale)
+        residual = self.quantizer.downsample((self.latent - canvas) * area, scale) / share.clamp(min=1e-6)
         return self.quantizer.find_nearest(residual, scale).flatten(1), (share >= _HALF).flatten(1)

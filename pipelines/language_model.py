@@ -27,10 +27,10 @@ from vargen.models.transformers.decoding import TransformersTokenModel
 from vargen.models.transformers.supported import MODELS, describe_language_model
 from vargen.pipelines import loading, validation
 from vargen.pipelines.families import ModelFamily
+from vargen.pipelines.generation import NextTokenPipeline
 from vargen.pipelines.images import decode_pixels
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.model_names import FETCHING, locate_folder
-from vargen.pipelines.next_token import NextTokenPipeline
 
 logger = logging.getLogger("vargen")
 

@@ -21,8 +21,8 @@ from vargen.models.llamagen.decoding import LlamaGenTokenModel
 from vargen.models.llamagen.network import SIZES, LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
+from vargen.pipelines.generation import NextTokenPipeline
 from vargen.pipelines.images import decode_pixels, preprocess_images
-from vargen.pipelines.next_token import NextTokenPipeline
 from vargen.pipelines.prompts import PromptNames
 
 

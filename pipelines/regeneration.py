@@ -187,18 +187,16 @@ def validate_regenerable(parameters: Mapping[str, Any]) -> None:
 def regenerate(pipe: VisualPipeline, parameters: Mapping[str, Any], original: Image.Image) -> Regeneration:
     """Generate an image again by the parameters of the original, and compare it."""
     validate_regenerable(parameters)
-    subject = {"prompt": parameters.get("prompt"), "negative_prompt": parameters.get("negative_prompt")}
+    names = [*_SAMPLING, "guidance_interval", "clean_prompt"]
+    names += [] if pipe.is_class_conditional else ["prompt", "negative_prompt"]
+    given = {name: parameters[name] for name in names if parameters.get(name) is not None}
     if pipe.is_class_conditional:
         label = parameters.get("class_label", parameters.get("prompt"))
-        subject = {"class_labels": int(label) if isinstance(label, str) and label.isdecimal() else label}
-    sampling = {name: parameters[name] for name in _SAMPLING if parameters.get(name) is not None}
+        given["class_labels"] = int(label) if isinstance(label, str) and label.isdecimal() else label
     if "top_k" in parameters and parameters["top_k"] is None:
-        sampling["top_k"] = pipe.vocab_size
-    more = {name: parameters[name] for name in ("guidance_interval", "clean_prompt") if parameters.get(name) is not None}
+        given["top_k"] = pipe.vocab_size
     result = pipe(
-        **{name: value for name, value in subject.items() if value is not None},
-        **sampling,
-        **more,
+        **given,
         accelerator=parameters.get("accelerator") or pipe.default_method,
         generator=torch.Generator(parameters.get("generator") or "cpu").manual_seed(parameters["seed"]),
         output_type="latent",

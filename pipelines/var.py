@@ -22,7 +22,6 @@ from vargen.pipelines.generation import ImagePipeline, ImageRequest
 from vargen.pipelines.images import (
     FixedTokens,
     InpaintSource,
-    KeptTokens,
     decode_pixels,
     preprocess_images,
     validate_decode_arguments,
@@ -92,7 +91,7 @@ class VARPipeline(ImagePipeline):
         return self.transformer.config.caption_rows
 
     def _decode(self, request: ImageRequest, callback: Any) -> DecodeOutput:
-        return self._engines.decode_scales(self, request, callback, request.fixed or FixedTokens([], None))
+        return self._engines.decode_scales(self, request, callback)
 
     def decoding_model(self, guidance: Guidance | float = 1.0) -> VARScaleModel:
         """Return the adapter of the transformer and its draft model for `vargen.decoding.decode_scales`."""
@@ -118,9 +117,8 @@ class VARPipeline(ImagePipeline):
             return part.expand(num_prompts, *part.shape[1:]).repeat_interleave(images // num_prompts, dim=0)
 
         latent, quantizer = per_image(self._encode_latent(source.pixels)), self._quantizer()
-        kept = None if source.mask is None else KeptTokens.build(quantizer, latent, per_image(source.mask))
-        tokens = quantizer.quantize(latent)
-        return FixedTokens([part.flatten(1) for part in tokens[: source.num_kept_scales(len(tokens))]], kept)
+        mask = None if source.mask is None else per_image(source.mask)
+        return FixedTokens.build(quantizer, latent, mask, source.num_kept_scales(len(quantizer.scales)))
 
     @torch.no_grad()
     @without_autocast
