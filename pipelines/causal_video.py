@@ -26,7 +26,7 @@ from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_promp
 from vargen.pipelines.seeds import resolve_seeds
 from vargen.pipelines.start_images import encode_start_image, merge_lora, open_image_pipe
 from vargen.pipelines.video_memory import on_device
-from vargen.pipelines.video_settings import LORA_SIZE, VideoSettings, clean_whitespace, validate_geometry
+from vargen.pipelines.video_settings import LATENT_SIZES, LORA_SIZE, VAE_SETTINGS, VideoSettings, validate_geometry
 from vargen.pipelines.videos import (
     CausalVideoPipelineOutput,
     VideoStream,
@@ -187,7 +187,7 @@ class CausalVideoPipeline(VisualPipeline):
             generator: source of all noise.
             prompt_embeds: text features `[1, P, text_dim]` instead of a prompt; not for methods that score.
             callback: called with a `BlockProgress` after every pass; returning False ends the video.
-            clean_prompt: see `LlamaGenPipeline`.
+            clean_prompt: see `ImagePipeline`.
             profile: see `decode_video`.
         """
         self.check_inputs()
@@ -327,8 +327,7 @@ class CausalVideoPipeline(VisualPipeline):
 
     def normalize_prompt(self, prompt: str) -> NormalizedPrompt:
         """See `VisualPipeline.normalize_prompt`. Prompts are cleaned first, if the text encoder was trained so."""
-        cleaned = clean_whitespace(prompt) if self.settings.prompt_cleaning == "whitespace" else prompt
-        return super().normalize_prompt(cleaned)
+        return super().normalize_prompt(self.settings.clean(prompt))
 
     def encode_prompt(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """See `vargen.pipelines.prompts.encode_prompt`. A large text encoder is on the device only meanwhile."""
@@ -408,10 +407,10 @@ CAUSAL_VIDEO = register_family(
                 (CausalVideoVAE, AutoencoderKLWan),
                 required=True,
                 follows_dtype=("AutoencoderKLWan",),
-                matches={"latent_channels": "channels", "z_dim": "channels"},
+                matches=VAE_SETTINGS,
             ),
             "draft_transformer": Component(
-                (CausalVideoTransformer,), follows_dtype=True, matches=("text_dim", "motion_levels")
+                (CausalVideoTransformer,), follows_dtype=True, matches=("text_dim", "motion_levels", *LATENT_SIZES)
             ),
             "preview_decoder": Component((PreviewDecoder,), matches={"latent_channels": "channels"}),
             "router": Component((BlockRouter,), matches=("channels",), run_folder="router"),

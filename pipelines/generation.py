@@ -74,7 +74,7 @@ class ImageRequest:
 
 
 class ImagePipeline(VisualPipeline):
-    """Base of pipelines that generate images: the call of all of them.
+    """Base of pipelines that generate images, with the call of all of them.
 
     Attributes:
         own_arguments: those of `image`, `mask_image`, `strength`, `guidance_interval` and `return_log_probs` that it has.

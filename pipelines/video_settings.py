@@ -77,6 +77,19 @@ class VideoSettings:
             return tuple(self.levels)
         return shifted_levels(steps or self.steps, self.shift)
 
+    def clean(self, prompt: str) -> str:
+        """Clean a prompt as in the training of Wan's text encoder, if the checkpoint asks for it.
+
+        Unicode is repaired (with ftfy, if it is installed), as are HTML entities, and white space is merged.
+        """
+        if self.prompt_cleaning is None:
+            return prompt
+        with suppress(ImportError):
+            import ftfy
+
+            prompt = ftfy.fix_text(prompt)
+        return " ".join(unescape(unescape(prompt)).split())
+
 
 def _falls(values: Any, maximum: float) -> bool:
     """Whether values are a non-empty list of numbers that fall from at most `maximum` to above 0."""
@@ -87,37 +100,24 @@ def _falls(values: Any, maximum: float) -> bool:
     return all(a > b for a, b in pairwise(found)) and 0 < found[-1] <= found[0] <= maximum
 
 
-def clean_whitespace(text: str) -> str:
-    """Repair Unicode (with ftfy, if it is installed) and HTML entities, and merge white space, as for Wan's text encoder."""
-    with suppress(ImportError):
-        import ftfy
-
-        text = ftfy.fix_text(text)
-    return " ".join(unescape(unescape(text)).split())
-
-
 LORA_SIZE = ("dim", "ffn_dim", "num_layers")  # of a LoRA and its network
+# What two transformers with the same latents have in common.
+LATENT_SIZES = ("channels", "height", "width", "block_frames", "spatial_stride", "temporal_stride", "fps")
+# Settings of VAEs, and those of the transformer that they must equal.
+VAE_SETTINGS = {
+    "latent_channels": "channels",
+    "z_dim": "channels",
+    "scale_factor_spatial": "spatial_stride",
+    "scale_factor_temporal": "temporal_stride",
+}
 
 
 def validate_geometry(configs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the draft transformer, its LoRA and the VAE belong to each other and to the transformer.
-
-    Args:
-        configs: configuration by component, None for a missing one.
-    """
-    geometry = geometry_from_config(SimpleNamespace(**configs["transformer"]))
-    if draft := configs.get("draft_transformer"):
-        other = geometry_from_config(SimpleNamespace(**draft))
-        if not geometry.same_latents(other):
-            raise ValueError(f"draft_transformer and transformer do not belong together: {other} and {geometry}")
+    """Raise ValueError unless the LoRA of the draft transformer and the VAE fit; `configs` are by component."""
     if configs.get("draft_image_lora"):
         for name in LORA_SIZE:
             require_equal(configs, "draft_image_lora", name, "draft_transformer", name)
-    vae = configs.get("vae") or {}
-    strides = {"scale_factor_spatial": geometry.spatial_stride, "scale_factor_temporal": geometry.temporal_stride}
-    for name, stride in strides.items():
-        if vae.get(name, stride) != stride:
-            raise ValueError(f"vae and transformer do not belong together: {name} of vae is {vae[name]}, expected {stride}")
+    geometry, vae = geometry_from_config(SimpleNamespace(**configs["transformer"])), configs.get("vae") or {}
     for name in ("latents_mean", "latents_std"):
         if len(vae.get(name, [0.0] * geometry.channels)) != geometry.channels:
             raise ValueError(f"vae must have {name} for {geometry.channels} channels, got {len(vae[name])} numbers")

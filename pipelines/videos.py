@@ -111,7 +111,7 @@ class VideoStream(BlockStream):
         pipe: encodes prompts.
         frame_scorer: scores drafts, for methods that need it: an object with `bind`; see `FrameScorer`.
         prompts: further prompts, by the number of the block from which on each applies.
-        clean_prompt: see `LlamaGenPipeline`.
+        clean_prompt: see `ImagePipeline`.
     """
 
     pipe: CausalVideoPipeline
