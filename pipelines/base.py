@@ -254,9 +254,7 @@ class VisualPipeline(StoredPipeline):
         if batch_size is not None:
             validation.validate_batch_size(batch_size, "batch_size")
         if require_int("num_candidates", num_candidates, 1) > 1 and scorer is None:
-            raise ValueError(
-                f"scorer must be given to choose among {num_candidates} candidates: a name, a Scorer or f(images, prompts)"
-            )
+            raise ValueError(f"scorer must be given to choose among {num_candidates} candidates")
         if scorer is None or not isinstance(scorer, str):
             return scorer and to_scorer(scorer)
         return self.named_scorer(scorer)

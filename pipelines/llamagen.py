@@ -145,9 +145,7 @@ def validate_low_res(configs: Mapping[str, Any]) -> None:
     if low is None and configs.get("upsampler") is not None:
         raise ValueError("upsampler needs the low_res transformer whose images it enlarges")
     if low is not None and (low["grid_size"] >= large or large % low["grid_size"]):
-        raise ValueError(
-            f"low_res and transformer do not belong together: grid_size {low['grid_size']} must divide {large} and be smaller"
-        )
+        raise ValueError(f"low_res and transformer do not belong together: grid_size {low['grid_size']} must divide {large}")
     require_equal(configs, "upsampler", "low_grid", "low_res", "grid_size")
 
 

@@ -208,10 +208,7 @@ def shared_component_folders(folder: Path) -> dict[str, Path]:
     shared = read_object(file) if file.is_file() else {}
     for part, name in shared.items():
         if part not in SHAREABLE or not isinstance(name, str) or name not in packaged_models():
-            known = ", ".join(packaged_models()) or "none"
-            raise ValueError(
-                f"{file} must name packaged models ({known}) for {', '.join(SHAREABLE)}, and has {short_repr({part: name})}"
-            )
+            raise ValueError(f"{file} must name packaged models for {', '.join(SHAREABLE)}, got {short_repr({part: name})}")
         if (packaged_model_path(name) / SHARED_FILE).exists():
             raise ValueError(f"{file} takes {part} from {name}, which has no {part} of its own")
     return {part: packaged_model_path(name) for part, name in shared.items()}
@@ -328,9 +325,7 @@ def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, NetworkFolder]
         if component.network_class.__name__ == class_name:
             return component_name, NetworkFolder(folder, component.network_class)
     classes = ", ".join(each.network_class.__name__ for each in family.trainable.values()) or "none"
-    raise ValueError(
-        f"{folder / 'config.json'} describes a {class_name!r}; drafters of a {family.pipeline.__name__} are {classes}"
-    )
+    raise ValueError(f"{folder} holds a {class_name!r}; drafters of a {family.pipeline.__name__} are {classes}")
 
 
 def load_trained_networks(pipeline: Any, *names: Any) -> dict[str, Any]:
@@ -345,10 +340,7 @@ def load_trained_networks(pipeline: Any, *names: Any) -> dict[str, Any]:
     for each in found.values():
         codes = each.config.get("codes") and pipeline.vqvae and pipeline.vqvae.quantize.digest()
         if codes and codes != each.config["codes"]:
-            digests = f"digest {each.config['codes']}, and this model's is {codes}"
-            raise ValueError(
-                f"{each.folder} belongs to another codebook ({digests}): give a network that was trained for this model"
-            )
+            raise ValueError(f"{each.folder} belongs to another codebook: digest {each.config['codes']}, not {codes}")
     dtype = pipeline.transformer.dtype
     return {
         name: load_network(each, dtype if family.components[name].follows_dtype else torch.float32)

@@ -194,10 +194,7 @@ def _read_features(pipe: VisualPipeline, name: str, prompt: Any, embeds: Any, ma
         raise TypeError(f"{name}_embeds must be a tensor, got {type(embeds).__name__}")
     expected = (pipe.max_caption_tokens, pipe.transformer.config.caption_dim)
     if prompt is not None or embeds.dim() != 3 or not len(embeds) or tuple(embeds.shape[1:]) != expected:
-        raise ValueError(
-            f"{name}_embeds must be [B, {expected[0]}, {expected[1]}] and come without {name}, "
-            f"got {tuple(embeds.shape)}" + (f" and {name}={prompt!r:.40}" if prompt is not None else "")
-        )
+        raise ValueError(f"{name}_embeds must be [B, {expected[0]}, {expected[1]}] without {name}, got {list(embeds.shape)}")
     if not embeds.is_floating_point() or not embeds.isfinite().all():
         kind = "NaN or infinite ones" if embeds.is_floating_point() else str(embeds.dtype)
         raise ValueError(f"{name}_embeds must hold finite floating-point numbers, got {kind}")
@@ -205,9 +202,7 @@ def _read_features(pipe: VisualPipeline, name: str, prompt: Any, embeds: Any, ma
     try:
         given = torch.ones(wanted) if mask is None else torch.as_tensor(mask)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{name}_mask must be a tensor {wanted} or nested lists, 1 where valid, got {short_repr(mask)}"
-        ) from error
+        raise ValueError(f"{name}_mask must be {wanted}, 1 where valid, got {short_repr(mask)}") from error
     if list(given.shape) != wanted:
         raise ValueError(f"{name}_mask must be {wanted}, got {list(given.shape)}")
     if not ((given == 0) | (given == 1)).all():
@@ -258,9 +253,7 @@ class PromptNames:
             raise ValueError(f"prompt_names must map characters to names, got {short_repr(names)}")
         for typed, name in names.items():
             if not (isinstance(typed, str) and isinstance(name, str) and typed and name.strip() and not typed.isascii()):
-                raise ValueError(
-                    f"prompt_names must map characters that are not ASCII to names, got {short_repr({typed: name})}"
-                )
+                raise ValueError(f"prompt_names must map characters beyond ASCII to names, got {short_repr({typed: name})}")
         self.names = dict(names)
 
     @classmethod

@@ -47,10 +47,7 @@ def resolve_seeds(generator: Any, images: int) -> ImageSeeds:
     single generator.
     """
     if isinstance(generator, list | tuple) and len(generator) != images:
-        raise ValueError(
-            f"generator is a list of {len(generator)}, but the call generates {images} images (prompts x "
-            "num_images_per_prompt); give one generator per image, or a single one"
-        )
+        raise ValueError(f"generator is a list of {len(generator)} for {images} images (prompts x num_images_per_prompt)")
     sources = list(generator) if isinstance(generator, list | tuple) else [generator] * images
     sources = [torch.default_generator if source is None else source for source in sources]
     seeds, noise = [], []

@@ -18,7 +18,6 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.images import preprocess_images
 from vargen.pipelines.loading import inspect_model, open_pipeline
 from vargen.pipelines.videos import streaming_decoder
-from vargen.values import short_repr
 
 if TYPE_CHECKING:
     from vargen.pipelines.causal_video import CausalVideoPipeline
@@ -126,10 +125,7 @@ def encode_start_image(pipe: CausalVideoPipeline, image: Any, prompt: str | None
 
 def _generate(image_pipe: VisualPipeline, pipe: CausalVideoPipeline, prompt: str | None, seed: int) -> Any:
     if image_pipe.paradigm == VideoMethod.paradigm or image_pipe.is_class_conditional or prompt is None:
-        raise ValueError(
-            "image must be an image, or a pipeline that generates images from prompts, with a prompt; "
-            f"got {type(image_pipe).__name__} and prompt {short_repr(prompt)}"
-        )
+        raise ValueError(f"image must be an image, or a pipeline of images for a prompt; got {type(image_pipe).__name__}")
     still = pipe.scorer_prompt(prompt)
     candidates = pipe.settings.image_candidates
     scorer = pipe.resolve_frame_scorer().scorer if candidates > 1 else None

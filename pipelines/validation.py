@@ -88,10 +88,7 @@ def wants_stop(answer: Any) -> bool:
     if answer is None:
         return False
     if not isinstance(answer, Mapping):
-        raise TypeError(
-            "callback_on_step_end must return None or a dictionary, such as the one it was given or {'stop': True}, "
-            f"got {short_repr(answer)}"
-        )
+        raise TypeError(f"callback_on_step_end must return None or a dict such as {{'stop': True}}, got {short_repr(answer)}")
     return bool(answer.get("stop", False))
 
 

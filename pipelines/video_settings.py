@@ -123,7 +123,4 @@ def validate_geometry(configs: Mapping[str, Any]) -> None:
             raise ValueError(f"vae must have {name} for {geometry.channels} channels, got {len(vae[name])} numbers")
     size = vae.get("size")
     if size is not None and (size, size) != geometry.pixel_size:
-        raise ValueError(
-            f"vae and transformer do not belong together: frames of the vae are {size} pixels square, those of the "
-            f"transformer's latents {list(geometry.pixel_size)}"
-        )
+        raise ValueError(f"vae and transformer do not belong together: frames of {size} and {list(geometry.pixel_size)} pixels")
