@@ -25,7 +25,7 @@ MAX_KEPT = 2
 MOST_WASTE = 4  # slots of an engine for each image of a call that it serves
 
 
-class KeptEngines:
+class KeptEngines(threading.local):
     """The last engines of each thread. A deep copy or a pickle of the pipeline starts with none.
 
     An engine serves calls with the same networks, method and kind of guidance: any guidance scale and options, from a quarter
@@ -33,15 +33,11 @@ class KeptEngines:
     """
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        # Of each engine, the last one used first: its key, the networks that it reads, and itself.
+        self._kept: list[tuple[Any, Sequence[Any], Any]] = []
 
     def __reduce__(self) -> tuple[type[KeptEngines], tuple[()]]:
         return KeptEngines, ()
-
-    def clear(self) -> None:
-        """Give up the engines of this thread, and return their memory."""
-        self._kept.clear()
-        torch.cuda.empty_cache()
 
     @contextmanager
     def freed_without_memory(self) -> Iterator[None]:
@@ -49,7 +45,8 @@ class KeptEngines:
         try:
             yield
         except torch.OutOfMemoryError:
-            self.clear()
+            self._kept.clear()
+            torch.cuda.empty_cache()
             raise
 
     def decode(self, pipe: Any, request: ImageRequest, callback: Callback | None) -> DecodeOutput:
@@ -100,13 +97,6 @@ class KeptEngines:
         if passes.captured is not None and passes.captured.is_active:
             self._keep(key, parts, passes)
         return output
-
-    @property
-    def _kept(self) -> list[tuple[Any, Sequence[Any], Any]]:
-        """Of each engine, the last one used first: its key, the networks that it reads, and itself."""
-        if not hasattr(self._local, "kept"):
-            self._local.kept = []
-        return self._local.kept
 
     def _take(self, key: Any, parts: Sequence[Any], spare: Callable[[Any], int]) -> Any:
         """Take the engine that serves a call with the fewest slots too many, out of those that are kept; None without one.
