@@ -101,8 +101,7 @@ class KeptEngines(threading.local):
     def _take(self, key: Any, parts: Sequence[Any], spare: Callable[[Any], int]) -> Any:
         """Take the engine that serves a call with the fewest slots too many, out of those that are kept; None without one.
 
-        Args:
-            spare: number of slots of an engine that the call does not need; negative if it cannot serve.
+        `spare` returns the number of slots of an engine that the call does not need, negative if it cannot serve.
         """
         # Those of other networks would keep these in memory.
         self._kept[:] = [each for each in self._kept if list(map(id, each[1])) == list(map(id, parts))]

@@ -161,13 +161,9 @@ class ModelFamily:
                 raise ValueError(f"{file} names {name!r}, {short_repr(entry)}; the components are {allowed}")
 
     def check(self, configs: Mapping[str, Any], id2label: Any = None, defaults: Any = None, prompt_styles: Any = None) -> None:
-        """Check that the configurations of components match, and validate the values stored with them.
+        """Check that configurations by component (None for a missing one) match, and validate the values stored with them.
 
         This runs before the weights of a folder are loaded, and in the constructor of a pipeline.
-
-        Args:
-            configs: configuration by component, None for a missing one.
-            id2label, defaults, prompt_styles: arguments of the pipeline.
         """
         transformer = configs.get("transformer") or {}
         condition = transformer.get("condition", "")

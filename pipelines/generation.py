@@ -141,12 +141,11 @@ class ImagePipeline(VisualPipeline):
             accelerator: name of a preset (`vargen info presets` lists them), an `Accelerator` or a `ScaleSchedule`. None: the
                 pipeline's `default_method`. For next-token models this is `"auto"`, which drafts as many tokens as is fastest,
                 and generates the same image as `"ar"` in float32. In bfloat16 a wide pass rounds differently.
-            generator: a `torch.Generator`, or a list with one per image. Image i of a list depends only on its own generator. A
-                single generator, or torch's global one for None, is used for all images in turn. In each case, a new generator
-                on the same device with the seed `stats.seeds[i]` reproduces image i on its own. This seed is the one that was
-                passed, or a new one if the generator had been used before.
-            prompt_embeds, prompt_mask: caption features `[B, P, C]`, valid rows last, and their mask (a tensor, an array or
-                nested lists), instead of a prompt; not for models of transformers.
+            generator: a `torch.Generator` for all images in turn (None: torch's global one), or a list with one per image, on
+                which alone an image depends. A new generator on the same device with the seed `stats.seeds[i]` reproduces image
+                i on its own. This seed is the one that was passed, or another if the generator had been used before.
+            prompt_embeds, prompt_mask: caption features `[B, P, C]`, valid rows last, and their mask `[B, P]`, instead of a
+                prompt; not for models of transformers.
             negative_prompt_embeds, negative_prompt_mask: the same for the negative prompt; B is 1 or the number of prompts.
             num_candidates: number of candidates generated per image, of which the `scorer` selects the best. `stats.scores` has
                 the scores of all candidates.
@@ -155,18 +154,14 @@ class ImagePipeline(VisualPipeline):
                 one candidate, it scores the image without selecting.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
             return_dict: False returns `(images,)`.
-            callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass;
-                `pipe.preview(tokens, tokens_drawn)` returns the partial image.
-                Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the call with the tokens generated so far.
+            callback_on_step_end: called as `f(pipe, step, count, {"latents": tokens})` after every pass; `pipe.preview(tokens,
+                count)` returns the partial image. Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the call.
             clean_prompt: clean the prompt as in the training of official LlamaGen text models (needs ftfy and beautifulsoup4).
             return_log_probs: also return log-probabilities of the tokens, if the call is not stopped; see
                 `vargen.decoding.decode.compute_log_probs`. For next-token models.
 
         Raises:
-            ValueError, TypeError: for invalid arguments, naming the argument, its value and what is allowed.
-            NonFiniteLogitsError: if the transformer returns NaN or infinite logits.
-            NonFinitePixelsError: if the tokenizer returns NaN or infinite pixels.
-            NonFiniteScoreError: if the scorer returns NaN or infinite scores.
+            NonFiniteLogitsError, NonFinitePixelsError, NonFiniteScoreError: for NaN or infinite logits, pixels or scores.
         """
         own = {"image": image, "mask_image": mask_image, "strength": strength, "guidance_interval": guidance_interval}
         for name, value in {**own, "return_log_probs": return_log_probs or None}.items():
@@ -253,10 +248,7 @@ class ImagePipeline(VisualPipeline):
     ) -> DecodeOutput:
         """Return the rows of the best candidates, one per image; their statistics have all scores and seeds.
 
-        Args:
-            result: tokens of all candidates, grouped by image.
-            scorer: scores the candidates' pixels, float `[N, 3, Y, X]` in [0, 1].
-            prompts: for each of which there are equally many candidates.
+        Candidates in `result` are grouped by image, equally many for each of `prompts`.
         """
         count, stats = request.num_candidates, result.stats
         pixels = self.decode_tokens(result.tokens, result.length if stats.stopped else None, "pt")

@@ -77,12 +77,7 @@ class ImagePipelineOutput(BaseOutput):
 
 
 def validate_decode_arguments(tokens: Any, length: Any, output_type: Any, codes: int, minimum: int = 0) -> None:
-    """Validate the arguments of `decode_tokens`; the caller checks the number of tokens.
-
-    Args:
-        codes: size of the codebook.
-        minimum: the smallest token; -1 means no token.
-    """
+    """Validate the arguments of `decode_tokens`: tokens, of any number, are from `minimum` (-1 for none) to `codes` - 1."""
     if not isinstance(output_type, str) or output_type not in OUTPUT_TYPES:
         raise ValueError(f"output_type must be one of {', '.join(OUTPUT_TYPES)}, got {short_repr(output_type)}")
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
@@ -186,11 +181,7 @@ class InpaintSource:
 
 
 def validate_source(image: Any, mask: Any, strength: Any, side: int, processor: Any) -> InpaintSource | None:
-    """Validate the `image`, `mask_image` and `strength` of a call. Returns None if there is no image.
-
-    Args:
-        side: width and height of the model's images in pixels.
-    """
+    """Validate the `image`, `mask_image` and `strength` of a call, of `side` pixels square; returns None without an image."""
     if image is None:
         for name, value in (("mask_image", mask), ("strength", strength)):
             if value is not None:

@@ -137,10 +137,7 @@ class LlamaGenPipeline(NextTokenPipeline):
 
 
 def validate_low_res(configs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the grid of the low-resolution transformer divides the transformer's, and its up-sampler fits.
-
-    `configs` are by component, None for a missing one.
-    """
+    """Raise ValueError unless the grid of the low-resolution transformer divides the transformer's, and its up-sampler fits."""
     low, large = configs.get("low_res"), configs["transformer"]["grid_size"]
     if low is None and configs.get("upsampler") is not None:
         raise ValueError("upsampler needs the low_res transformer whose images it enlarges")

@@ -218,11 +218,10 @@ def shared_component_folders(folder: Path) -> dict[str, Path]:
 
 
 def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dtype:
-    """Return the fastest dtype of a device for the transformer of a pipeline folder; float32 for a small or quantized one on a
-    CPU.
+    """Return the fastest dtype of a device for a folder's transformer; float32 for a small or quantized one on a CPU.
 
-    Passes of a small network are bound by the number of operations, so bfloat16 gains little. It also makes images depend on
-    the method: a pass over more tokens rounds differently, so `auto` and `ar` no longer generate the same image for a seed.
+    Passes of a small network are bound by the number of operations, so bfloat16 gains little. And in it, a pass over more
+    tokens rounds differently, so `auto` and `ar` no longer generate the same image for a seed.
     """
     if torch.device(device).type == "cpu":
         if stored_quantization(folder / "transformer"):
@@ -271,11 +270,7 @@ def load_components(
 def resolve_dtypes(
     model: ModelFolder, given: torch.dtype | dict[str, torch.dtype] | None, quantized: Collection[str]
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of each stored component; arguments as of `load_components`.
-
-    Args:
-        quantized: components with 8-bit integer products, whose other steps are float32.
-    """
+    """Return the dtype of each stored component, float32 for the other steps of `quantized` ones; see `load_components`."""
     own: dict[str, torch.dtype] = given if isinstance(given, dict) else {}
     for dtype in own.values() if own else () if given is None else (given,):
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -308,8 +303,7 @@ def stored_quantization(folder: Any) -> str | None:
 def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, NetworkFolder]:
     """Return the component name of a trained network that drafts, such as `"eagle"`, and its folder.
 
-    Args:
-        name: name of a packaged one, its folder, or the folder of the training run.
+    `name` is that of a packaged one, its folder, or the folder of the training run.
     """
     root = Path(vargen.assets.__file__).parent
     files = [file for each in family.trainable for file in sorted(root.rglob(f"{each}/config.json"))]

@@ -26,14 +26,9 @@ logger = logging.getLogger("vargen")
 
 
 def left_pad(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn right padding into left padding.
+    """Turn right padding of features `[B, P, C]` into left padding; the mask, bool `[B, P]`, is True where they are valid.
 
-    Args:
-        features: `[B, P, C]`, padded on the right.
-        mask: bool `[B, P]`, True where valid.
-
-    Returns:
-        Features `[B, P, C]`, zero in the padding and with valid rows last in their original order; and their mask `[B, P]`.
+    Returns features `[B, P, C]`, zero in the padding and with valid rows last in their order, and their mask `[B, P]`.
     """
     P = mask.shape[1]
     padding = P - mask.sum(1, keepdim=True)
@@ -50,11 +45,8 @@ _GREEK = "\u0370", "\u03ff"  # single Greek letters occur as symbols in English 
 def describe_unread_text(tokenizer: Any, prompt: str, rows: int, english: bool = True) -> list[str]:
     """Return a sentence for each reason why a text encoder does not read all of a prompt.
 
-    Characters that the tokenizer does not know, or words that it splits into single letters: one that covers a script splits
-    its words into pieces of several letters. And tokens after the last one that is read.
-
-    Args:
-        rows: number of tokens that the encoder reads. english: whether it reads English only.
+    Characters that the tokenizer does not know, or words that it splits into single letters, if it reads English only: one
+    that covers a script splits its words into pieces of several letters. And tokens after `rows`, those that it reads.
     """
     ids = tokenized(tokenizer, prompt, truncation=False, add_special_tokens=False, verbose=False)["input_ids"]
     length = len(ids) + tokenizer.num_special_tokens_to_add()

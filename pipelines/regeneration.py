@@ -109,11 +109,7 @@ class CallRecord:
         return cls(environment, model, pipe.folder, request, subject, copy(negative_prompt), others)
 
     def describe(self, number: int, stats: DecodeStats, tokens: Tensor) -> dict[str, Any]:
-        """Return the parameters of image `number`, in plain values.
-
-        Args:
-            stats: of the call. tokens: int64 `[B, N]` of all images.
-        """
+        """Return the parameters of image `number`, in plain values, given statistics and all tokens, int64 `[B, N]`."""
         key, subject = self.subject
         negative = None if is_blank(self.negative) else self.negative
         request = self.request

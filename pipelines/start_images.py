@@ -29,11 +29,7 @@ _PREPOSITION = r"(?:on|in|at|to|into|from|over|under|with)\b"  # what is left of
 def remove_motion(prompt: str, motions: Sequence[str]) -> str | None:
     """Return a prompt without its motion, such as "a pizza" for "a quickly bouncing pizza" or "a pizza that bounces".
 
-    Args:
-        motions: phrases for motions, such as "bouncing" and "bounces".
-
-    Returns:
-        None if the prompt contains none of them, or names nothing else.
+    The result is None if it has none of `motions`, phrases such as "bouncing" and "bounces", or names nothing else.
     """
     phrases = "|".join(re.escape(each) for each in sorted(motions, key=len, reverse=True))
     pattern = rf"(?:\b(?:that|which)\s+)?(?:\b{_ADVERB}\s+)?\b(?:{phrases})\b(?:\s+{_ADVERB}\b)?"

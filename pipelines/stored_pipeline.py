@@ -112,12 +112,7 @@ class StoredPipeline(DiffusionPipeline):
 
     @classmethod
     def from_pipe(cls, pipeline: DiffusionPipeline, **changed: Any) -> Self:
-        """Return a pipeline that shares the components of another, and the values stored with them.
-
-        Args:
-            pipeline: of the same class.
-            **changed: components and values that replace those of the other.
-        """
+        """Return a pipeline that shares the components of another and the values stored with them, but for `changed` ones."""
         if not isinstance(pipeline, cls):
             raise TypeError(f"pipeline must be a {cls.__name__}, got {type(pipeline).__name__}")
         pipe = cls(**{**pipeline.components, **changed})

@@ -166,10 +166,7 @@ class VARPipeline(ImagePipeline):
     @torch.no_grad()
     @without_autocast
     def encode_image(self, images: Any) -> Tensor:
-        """Encode PIL images or a tensor `[B, 3, Y, X]` (float in [0, 1], or uint8) to tokens int64 `[B, L]` of all scales.
-
-        Scales are ordered from coarse to fine. Images are resized to the model's size.
-        """
+        """Encode images to tokens int64 `[B, L]` of all scales, from coarse to fine; see `LlamaGenPipeline.encode_image`."""
         latent = self._encode_latent(preprocess_images(images, self.image_processor, self.vqvae.image_size))
         return torch.cat([tokens.flatten(1) for tokens in self._quantizer().quantize(latent)], dim=1)
 

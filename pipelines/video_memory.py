@@ -14,10 +14,7 @@ _LARGE = 2**30  # bytes of an encoder that leaves the device; UMT5 has 11 GB in 
 
 @contextmanager
 def on_device(encoder: Any, device: torch.device) -> Iterator[None]:
-    """Move a large text encoder to a device for the duration of the block, and to the CPU afterwards.
-
-    Smaller ones stay where they are, as do those that diffusers offloads.
-    """
+    """Move a large text encoder, unless diffusers offloads it, to a device for the duration of the block, then to the CPU."""
     here = device.type == "cpu" or encoder is None or hasattr(encoder, "_hf_hook")
     moves = not here and weight_bytes(encoder) > _LARGE
     if moves:
