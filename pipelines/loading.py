@@ -141,7 +141,10 @@ def read_model_folder(name: Any, family: ModelFamily, options: Mapping[str, Any]
     options = options or {}
     check_options(options, family)
     path = locate_folder(name, options)
-    index, _ = read_index(path, family, options)
+    (index, found), file = read_index(path), path / "model_index.json"
+    if found.pipeline is not family.pipeline:
+        raise ValueError(f"{file} describes a {found.pipeline.__name__!r}, this class opens {family.pipeline.__name__!r}")
+    family.validate_index(index, file, options)
     with report_memory(path):  # reading a header maps the whole file
         places = shared_component_folders(path)
         stored: dict[str, StoredComponent] = {}
@@ -157,20 +160,14 @@ def read_model_folder(name: Any, family: ModelFamily, options: Mapping[str, Any]
     try:
         family.check(configs, **values)
     except ValueError as error:
-        raise ValueError(f"{path / 'model_index.json'}: {error}") from error
+        raise ValueError(f"{file}: {error}") from error
     names = options["prompt_names"] if "prompt_names" in options else PromptNames.load(places.get("prompt_names", path))
     values["prompt_names"] = names
     return ModelFolder(path, family, stored, {name: value for name, value in values.items() if value is not None})
 
 
-def read_index(
-    path: Path, family: ModelFamily | None = None, given: Collection[str] | Mapping[str, Any] = ()
-) -> tuple[Mapping[str, Any], ModelFamily]:
-    """Return the `model_index.json` of a folder, which names allowed classes, and its family.
-
-    Args:
-        given: names of components that the caller passes.
-    """
+def read_index(path: Path) -> tuple[Mapping[str, Any], ModelFamily]:
+    """Return the `model_index.json` of a folder and its family."""
     file = path / "model_index.json"
     if not file.is_file():
         hint = "; `vargen convert` makes one of official files"
@@ -179,13 +176,9 @@ def read_index(
         raise ValueError(f"{path} holds no model_index.json, so it is not a pipeline folder{hint}")
     index, families = read_config(file), list_families()
     class_name = str(index.get("_class_name"))
-    if family is not None and class_name != family.pipeline.__name__:
-        raise ValueError(f"{file} describes a {class_name!r}, this class opens {family.pipeline.__name__!r}")
     if class_name not in families:
         raise ValueError(f"{file} describes a {class_name!r}; vargen opens {', '.join(families)}")
-    family = families[class_name]
-    family.validate_index(index, file, given)
-    return index, family
+    return index, families[class_name]
 
 
 def check_options(options: Mapping[str, Any], *families: ModelFamily, more: Collection[str] = ()) -> None:

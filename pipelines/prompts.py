@@ -278,29 +278,21 @@ class PromptNames:
 
     def apply(self, text: str) -> NormalizedPrompt:
         """Replace sequences in `text` by their names, longest match first."""
-        found: dict[str, str] = {}
-        result, end = "", 0
-        for match in self._pattern.finditer(text):
-            between = text[end : match.start()]
-            if found and not between.strip():  # consecutive names are separated by a comma only
-                result += ", "
-            else:
-                result += " " * (bool(found) and between[0].isalnum()) + between + " " * between[-1:].isalnum()
-            found[match[1]] = self._name(match[1])
-            result += found[match[1]]
-            end = match.end()
-        if not found:
-            return NormalizedPrompt(text, {})
-        rest = text[end:]
-        return NormalizedPrompt((result + " " * rest[:1].isalnum() + rest).strip(), found)
+        first, *others = self._pattern.split(text)
+        typed, rests = others[::2], others[1::2]
+        names = {each: self._name(each) for each in typed}
+        result = first + " " * (first[-1:].isalnum() and bool(names))
+        for number, (each, rest) in enumerate(zip(typed, rests, strict=True), 1):
+            is_last = number == len(typed)
+            if is_last or rest.strip():
+                result += names[each] + " " * rest[:1].isalnum() + rest + " " * (rest[-1:].isalnum() and not is_last)
+            else:  # consecutive names are separated by a comma only
+                result += names[each] + ", "
+        return NormalizedPrompt(result.strip() if names else text, names)
 
     def _name(self, typed: str) -> str:
-        """Return the name of a sequence with modifiers."""
+        """Return the name of a sequence with modifiers: with "dark skin tone" or "light and dark skin tones", if it has any."""
         base = typed[0] + "".join(char for char in typed[1:] if char not in _MODIFIERS)
-        tones = tuple(dict.fromkeys(char for char in typed[1:] if char in _TONES))
-        return ", ".join(part for part in (self.names[base], self._skin_tone_text(tones)) if part)
-
-    def _skin_tone_text(self, tones: tuple[str, ...]) -> str:
-        """Return `"dark skin tone"`, `"light and dark skin tones"` or an empty string, in the words of the table."""
-        named = [self.names[tone].removesuffix(_TONE_NAME) for tone in tones if tone in self.names]
-        return " and ".join(named) + _TONE_NAME + "s" * (len(named) > 1) if named else ""
+        tones = dict.fromkeys(char for char in typed[1:] if char in _TONES and char in self.names)
+        named = [self.names[tone].removesuffix(_TONE_NAME) for tone in tones]
+        return self.names[base] + (f", {' and '.join(named)}{_TONE_NAME}{'s' * (len(named) > 1)}" if named else "")
