@@ -93,8 +93,6 @@ class CausalVideoPipeline(VisualPipeline):
             preview_decoder=preview_decoder, router=router, image_lora=image_lora, draft_image_lora=draft_image_lora,
         )  # fmt: skip
 
-    # -- properties -----------------------------------------------------------------------------------------------------
-
     def validate_method(self, method: Any) -> None:
         # A router knows its drafter by the weights, which a pipeline of `inspect_model` does not have.
         router = bind_router(self, method) if self.has_weights else self.router

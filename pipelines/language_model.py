@@ -198,8 +198,6 @@ class LanguageModelPipeline(NextTokenPipeline):
     def default_sampling(self) -> dict[str, Any]:
         return self.language_model.default_sampling
 
-    # -- prompts and tokens -----------------------------------------------------------------------------------------------
-
     def encode_condition(
         self, prompt: Any = None, *, negative_prompt: Any = None, clean_prompt: bool = False, **others: Any
     ) -> tuple[Any, int]:
@@ -226,8 +224,6 @@ class LanguageModelPipeline(NextTokenPipeline):
         heads = {name: partial(known[name].adapter, each.to(described.device)) for name, each in self.draft_heads.items()}
         return TransformersTokenModel(described, guidance, draft, draft_heads=heads)
 
-    # -- drafters and files -------------------------------------------------------------------------------------------------
-
     def _load_drafters(self, *drafters: Any) -> dict[str, Any]:
         target = self.decoding_model()
         heads = {name: load_network(stored, target.dtype) for name, stored in _read_heads(target, *drafters).items()}
@@ -253,8 +249,6 @@ class LanguageModelPipeline(NextTokenPipeline):
             for name, network in self.draft_heads.items():
                 network.save_pretrained(str(staged / name), safe_serialization=True)
         (folder / "model_index.json").unlink(missing_ok=True)  # of another family that was saved there
-
-    # -- images -----------------------------------------------------------------------------------------------------------
 
     def decode_grids(self, tokens: Tensor) -> Tensor:
         return decode_pixels(self.language_model.decode_pixels, tokens.flatten(1).to(self.language_model.device))

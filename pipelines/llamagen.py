@@ -76,8 +76,6 @@ class LlamaGenPipeline(NextTokenPipeline):
             draft_transformer=draft_transformer, eagle=eagle, medusa=medusa, low_res=low_res, upsampler=upsampler, **others,
         )  # fmt: skip
 
-    # -- properties -----------------------------------------------------------------------------------------------------
-
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
         side = self.transformer.config.grid_size
@@ -90,8 +88,6 @@ class LlamaGenPipeline(NextTokenPipeline):
     @property
     def max_caption_tokens(self) -> int:
         return self.transformer.config.cls_token_num
-
-    # -- tokens and images ----------------------------------------------------------------------------------------------
 
     def decoding_model(self, guidance: Guidance | float = 1.0) -> LlamaGenTokenModel:
         """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`."""

@@ -82,9 +82,6 @@ def clean_caption(text: str) -> str:
     return text.strip()
 
 
-# -- conditions -----------------------------------------------------------------------------------------------------------
-
-
 @without_autocast
 def encode_prompt(
     pipe: VisualPipeline, prompt: str | list[str], clean: bool = False, max_sequence_length: int | None = None

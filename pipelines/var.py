@@ -68,8 +68,6 @@ class VARPipeline(ImagePipeline):
             transformer=transformer, text_encoder=text_encoder, tokenizer=tokenizer, draft_transformer=draft_transformer,
         )  # fmt: skip
 
-    # -- properties -----------------------------------------------------------------------------------------------------
-
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
         return tuple((side, side) for side in self.transformer.scales)
@@ -98,8 +96,6 @@ class VARPipeline(ImagePipeline):
         guidance, quantizer, device = to_guidance(guidance), self._quantizer(), self._device_of(self.transformer)
         draft = self.draft_transformer and VARScaleModel(self.draft_transformer, quantizer, guidance, device=device)
         return VARScaleModel(self.transformer, quantizer, guidance, draft_model=draft, device=device)
-
-    # -- images -------------------------------------------------------------------------------------------------------
 
     def _quantizer(self) -> MultiScaleQuantizer:
         """Return the quantizer on the device of the passes; a (small) copy while the tokenizer is offloaded."""
