@@ -51,11 +51,9 @@ def validate_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
 
 def resolve_class_labels(class_labels: Any, num_classes: int, id2label: dict[int, str] | None = None) -> list[int]:
     """Return the class numbers as a list; names are looked up in `id2label`."""
-    if isinstance(class_labels, Tensor):
+    if isinstance(class_labels, Tensor | np.ndarray):
         class_labels = class_labels.flatten().tolist()
     labels = [class_labels] if isinstance(class_labels, Integral | str) else class_labels
-    if isinstance(labels, np.ndarray):
-        labels = labels.flatten().tolist()
     if not isinstance(labels, Sequence) or not labels:
         raise TypeError(f"class_labels must be a class number or name, or a list of them, got {short_repr(class_labels)}")
     return [_class_number(label, num_classes, id2label or {}) for label in labels]
@@ -129,9 +127,5 @@ def validate_draft_size(method: Accelerator, tokens: int) -> None:
 def _draft_sizes(drafter: Any, tokens: int) -> dict[str, tuple[int, int]]:
     """Return the sizes of drafts that a grid limits, by the name of the setting, each with its maximum."""
     depth = getattr(getattr(drafter, "shape", drafter), "depth", None)
-    sizes = {
-        "window": (getattr(drafter, "window", None), tokens),
-        "length": (getattr(drafter, "length", None), tokens - 1),
-        "depth": (depth, tokens - 1),
-    }
-    return {name: (size, most) for name, (size, most) in sizes.items() if isinstance(size, int)}
+    sizes = {"window": getattr(drafter, "window", None), "length": getattr(drafter, "length", None), "depth": depth}
+    return {name: (size, tokens - (name != "window")) for name, size in sizes.items() if isinstance(size, int)}
