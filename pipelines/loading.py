@@ -252,34 +252,33 @@ def load_components(
         dtypes = resolve_dtypes(model, dtype, [part for part, each in formats.items() if each])
         found = {part: given[part] for part in model.family.components if part in given}
         found |= {part: each.load() for part, each in model.stored.items() if isinstance(each, TokenizerFolder)}
-        for part, each in model.stored.items():
-            if isinstance(each, NetworkFolder):
-                found[part] = load_network(each, dtypes[part], formats.get(part))
-            elif not isinstance(each, TokenizerFolder):
-                found[part] = each.load(dtypes[part])
+        for part, dtype_of_part in dtypes.items():
+            each: Any = model.stored[part]
+            is_ours = isinstance(each, NetworkFolder)
+            found[part] = load_network(each, dtype_of_part, formats.get(part)) if is_ours else each.load(dtype_of_part)
     return found
 
 
 def resolve_dtypes(
     model: ModelFolder, given: torch.dtype | dict[str, torch.dtype] | None, quantized: Collection[str]
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of each stored component, float32 for the other steps of `quantized` ones; see `load_components`."""
+    """Return the dtype of each stored network, float32 for the other steps of `quantized` ones; see `load_components`."""
     own: dict[str, torch.dtype] = given if isinstance(given, dict) else {}
     for dtype in own.values() if own else () if given is None else (given,):
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point torch.dtype, or a dict of them by component, got {given!r}")
     asked = given if isinstance(given, torch.dtype) else own.get("default")
-    usual = asked or torch.float32
+    usual = asked
     if asked is None and "transformer" in model.stored:
         usual = default_dtype(model.path, "cuda" if torch.cuda.is_available() else "cpu")
     found = {}
     for part, each in model.stored.items():
-        kind = each.class_name if isinstance(each, TokenizerFolder) else each.network_class.__name__
-        if part in quantized:
-            found[part] = asked or torch.float32
-        else:
-            found[part] = usual if model.family.components[part].follows(kind) else own.get("default", torch.float32)
-    return {**found, **{part: dtype for part, dtype in own.items() if part in found}}
+        if isinstance(each, TokenizerFolder):
+            continue
+        follows = model.family.components[part].follows(each.network_class.__name__)
+        default = asked if part in quantized else usual if follows else own.get("default")
+        found[part] = own.get(part, default) or torch.float32
+    return found
 
 
 def stored_quantization(folder: Any) -> str | None:
