@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -71,6 +72,7 @@ class CausalVideoPipeline(VisualPipeline):
     model_cpu_offload_seq = "text_encoder->transformer->vae"
     _callback_tensor_inputs: ClassVar[list[str]] = []
     vocab_size = 0  # a video has no tokens
+    fps: Any = property(attrgetter("transformer.geometry.fps"))
 
     def __init__(
         self,
@@ -120,10 +122,6 @@ class CausalVideoPipeline(VisualPipeline):
     def device(self) -> torch.device:
         """Device of the transformer: the text encoder is on another one while it is not used."""
         return super().device if self.transformer is None else self.transformer.device
-
-    @property
-    def fps(self) -> int:  # type: ignore[override]
-        return self.transformer.geometry.fps
 
     @property
     def num_tokens(self) -> int:

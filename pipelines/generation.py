@@ -10,6 +10,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -291,6 +292,7 @@ class NextTokenPipeline(ImagePipeline):
 
     paradigm: ClassVar[str] = "next-token"
     joins_running_batch: ClassVar[bool] = True
+    num_baseline_passes: Any = property(attrgetter("num_tokens"))
     own_arguments: ClassVar[tuple[str, ...]] = ("guidance_interval", "return_log_probs")
 
     @torch.no_grad()
@@ -330,10 +332,6 @@ class NextTokenPipeline(ImagePipeline):
 
     def _decode(self, request: ImageRequest, callback: Any) -> DecodeOutput:
         return self._engines.decode(self, request, callback)
-
-    @property
-    def num_baseline_passes(self) -> int:
-        return self.num_tokens
 
 
 def _join_outputs(parts: list[DecodeOutput], images: int) -> DecodeOutput:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -150,10 +151,18 @@ class LanguageModelPipeline(NextTokenPipeline):
     def _get_signature_keys(cls, obj: Any) -> tuple[set[str], set[str]]:
         return {"model", "processor", "draft_model"}, {"size", "negative_format"}
 
+    # What the base class asks for, and where it is.
+    transformer: Any = property(attrgetter("model"))
+    makes_images: Any = property(attrgetter("language_model.has_pixels"))
+    vocab_size: Any = property(attrgetter("language_model.vocab"))
+    max_caption_tokens: Any = property(attrgetter("language_model.max_prompt_tokens"))
+    codebook: Any = property(attrgetter("language_model.codebook"))
+    default_sampling: Any = property(attrgetter("language_model.default_sampling"))
+    is_class_conditional, class_names, reads_prompts = False, {}, True
+
     @property
-    def transformer(self) -> Any:
-        """The model of transformers."""
-        return self.model
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        return (self.language_model.grid,)
 
     @property
     def language_model(self) -> ImageLanguageModel:
@@ -171,32 +180,6 @@ class LanguageModelPipeline(NextTokenPipeline):
 
     def _device_of(self, component: Any) -> torch.device:
         return self.language_model.device
-
-    is_class_conditional, class_names, reads_prompts = False, {}, True
-
-    @property
-    def makes_images(self) -> bool:  # type: ignore[override]
-        return self.language_model.has_pixels
-
-    @property
-    def vocab_size(self) -> int:
-        return self.language_model.vocab
-
-    @property
-    def grids(self) -> tuple[tuple[int, int], ...]:
-        return (self.language_model.grid,)
-
-    @property
-    def max_caption_tokens(self) -> int:
-        return self.language_model.max_prompt_tokens
-
-    @property
-    def codebook(self) -> Any:
-        return self.language_model.codebook
-
-    @property
-    def default_sampling(self) -> dict[str, Any]:
-        return self.language_model.default_sampling
 
     def encode_condition(
         self, prompt: Any = None, *, negative_prompt: Any = None, clean_prompt: bool = False, **others: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class LlamaGenPipeline(NextTokenPipeline):
 
     low_res: LlamaGenTransformer | None = None
     upsampler: TokenUpsampler | None = None
+    max_caption_tokens: Any = property(attrgetter("transformer.config.cls_token_num"))
 
     def __init__(
         self,
@@ -85,19 +87,12 @@ class LlamaGenPipeline(NextTokenPipeline):
     def codebook(self) -> Tensor:
         return self.vqvae.quantize.codebook()
 
-    @property
-    def max_caption_tokens(self) -> int:
-        return self.transformer.config.cls_token_num
-
     def decoding_model(self, guidance: Guidance | float = 1.0) -> LlamaGenTokenModel:
         """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`."""
         device, guidance = self._device_of(self.transformer), to_guidance(guidance)
         codes = None if self.vqvae is None else self.codebook.to(device)
-        heads = {
-            name: partial(each.adapter, getattr(self, name))
-            for name, each in self.family.components.items()
-            if each.adapter is not None and getattr(self, name) is not None
-        }
+        drafters = {name: each for name, each in self.family.drafters.items() if getattr(self, name) is not None}
+        heads = {name: partial(each.adapter, getattr(self, name)) for name, each in drafters.items()}
         smaller: tuple[Any, ...] = (self.draft_transformer, self.low_res)
         draft, low = (each and LlamaGenTokenModel(each, guidance, device=device) for each in smaller)
         needs_low = low is not None and codes is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -51,6 +52,10 @@ class VARPipeline(ImagePipeline):
     default_method: ClassVar[str] = "plain"
     usual_sampling: ClassVar[dict[str, Any]] = DEFAULTS
 
+    image_size: Any = property(attrgetter("vqvae.image_size"))
+    codebook: Any = property(attrgetter("vqvae.codebook"))
+    max_caption_tokens: Any = property(attrgetter("transformer.config.caption_rows"))
+
     def __init__(
         self,
         vqvae: MultiScaleVQModel,
@@ -75,18 +80,6 @@ class VARPipeline(ImagePipeline):
     @property
     def num_baseline_passes(self) -> int:
         return len(self.transformer.scales)
-
-    @property
-    def image_size(self) -> int:  # type: ignore[override]
-        return self.vqvae.image_size
-
-    @property
-    def codebook(self) -> Tensor:
-        return self.vqvae.codebook
-
-    @property
-    def max_caption_tokens(self) -> int:
-        return self.transformer.config.caption_rows
 
     def _decode(self, request: ImageRequest, callback: Any) -> DecodeOutput:
         return self._engines.decode_scales(self, request, callback)
