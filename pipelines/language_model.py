@@ -27,7 +27,7 @@ from vargen.models.transformers.base import ImageLanguageModel, validate_network
 from vargen.models.transformers.decoding import TransformersTokenModel
 from vargen.models.transformers.supported import MODELS, describe_language_model
 from vargen.pipelines import loading, validation
-from vargen.pipelines.families import ModelFamily
+from vargen.pipelines.families import Component, ModelFamily
 from vargen.pipelines.generation import NextTokenPipeline
 from vargen.pipelines.images import decode_pixels
 from vargen.pipelines.llamagen import LlamaGenPipeline
@@ -133,23 +133,11 @@ class LanguageModelPipeline(NextTokenPipeline):
     @classmethod
     def from_pipe(cls, pipeline: Any, **changed: Any) -> Self:
         """Return a pipeline that shares the model, processor and draft heads of another; `changed` are its arguments."""
-        if not isinstance(pipeline, cls):
-            raise TypeError(f"pipeline must be a {cls.__name__}, got {type(pipeline).__name__}")
-        pipe = cls(**{**pipeline.components, **pipeline._describe.keywords, **changed})
+        options = pipeline._describe.keywords if isinstance(pipeline, cls) else {}
+        pipe = super().from_pipe(pipeline, **{**options, **changed})
         if "model" not in changed:
             pipe.folder, pipe.draft_heads = pipeline.folder, dict(pipeline.draft_heads)
         return pipe
-
-    # -- what the base class needs to know ----------------------------------------------------------------------------------
-
-    @property
-    def components(self) -> dict[str, Any]:
-        """The model, its processor and the draft model, for functions of diffusers that move or free networks."""
-        return {"model": self.model, "processor": self.processor, "draft_model": self.draft_model}
-
-    @classmethod
-    def _get_signature_keys(cls, obj: Any) -> tuple[set[str], set[str]]:
-        return {"model", "processor", "draft_model"}, {"size", "negative_format"}
 
     # What the base class asks for, and where it is.
     transformer: Any = property(attrgetter("model"))
@@ -240,7 +228,8 @@ class LanguageModelPipeline(NextTokenPipeline):
         return self.language_model.mask_generated(length, size)
 
 
-LanguageModelPipeline.family = ModelFamily("language-model", LanguageModelPipeline, {}, convert=None)
+_PARTS = dict.fromkeys(("model", "processor", "draft_model"), Component((), follows_dtype=True))
+LanguageModelPipeline.family = ModelFamily("language-model", LanguageModelPipeline, _PARTS)
 
 
 def _read_folder(

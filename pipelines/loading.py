@@ -66,7 +66,7 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
     check_options(options, *list_families().values(), more=LANGUAGE_MODEL_OPTIONS)
     folder = locate_folder(name, options)
     pipeline = find_pipeline_class(folder)
-    if not pipeline.family.components:  # an image language model
+    if pipeline.family.name == "language-model":
         unset = {name for name in (*_LOADING, *_CODE) if not options.get(name)}
         options = {name: value for name, value in options.items() if name not in {*_NO_EFFECT, *unset}}
         return pipeline.from_pretrained(folder, device=place, **options)

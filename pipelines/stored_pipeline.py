@@ -127,7 +127,8 @@ class StoredPipeline(DiffusionPipeline):
         `type(pipe)(**pipe.components)` generates what `pipe` does.
         """
         values = {name: self.config.get(name) for name in STORED_VALUES} | {"prompt_names": self.prompt_names}
-        return {**super().components, **{name: value for name, value in values.items() if value is not None}}
+        found = {name: getattr(self, name) for name in self.family.components}
+        return {**found, **{name: value for name, value in values.items() if value is not None}}
 
     @classmethod
     def _get_signature_keys(cls, obj: Any) -> tuple[set[str], set[str]]:

@@ -61,8 +61,7 @@ def predict_memory(pipe: Any, dtype: torch.dtype, num_blocks: int | None = None,
     networks: dict[str, Any] = {part: each for part, each in pipe.components.items() if isinstance(each, torch.nn.Module)}
     weights = {}
     for part, network in networks.items():
-        component = pipe.family.components.get(part)  # none of an image language model
-        follows = component is None or component.follows(type(network).__name__)
+        follows = pipe.family.components[part].follows(type(network).__name__)
         quantized = getattr(network.config, "quantization", None) is not None
         weights[part] = weight_bytes(network, dtype if follows and not quantized else None)
     if pipe.fps is None:
