@@ -337,8 +337,6 @@ class CausalVideoPipeline(VisualPipeline):
             if prompt is not None or not isinstance(prompt_embeds, Tensor) or prompt_embeds.shape[::2] != (1, width):
                 raise ValueError(f"prompt_embeds must be a tensor [1, P, {width}] and come without prompt")
             return Condition(caption_embeds=prompt_embeds.to(self._execution_device))
-        if prompt is None:
-            raise ValueError("give a prompt, for example pipe('a waving cat')")
         if len(validation.validate_prompts(prompt)) != 1:
             raise ValueError(f"prompt must be one, got {len(prompt)}: a stream is one video; a call takes several")
         embeds, mask = self.encode_prompt(prompt, clean)

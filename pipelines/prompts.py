@@ -175,8 +175,6 @@ def _read_features(pipe: VisualPipeline, name: str, prompt: Any, embeds: Any, ma
     if embeds is None:
         if mask is not None:
             raise ValueError(f"{name}_mask belongs to {name}_embeds, and none are given")
-        if prompt is None:
-            raise ValueError("give a prompt, for example pipe('a red apple')")
         validation.validate_prompts(prompt, name)
         return None
     if not isinstance(embeds, Tensor):

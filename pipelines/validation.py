@@ -21,6 +21,8 @@ MAX_IMAGES = 1024  # per call; a larger number is a typo or a job for a batch sc
 
 def validate_prompts(prompt: Any, name: str = "prompt") -> list[str]:
     """Return the prompts as a list."""
+    if prompt is None:
+        raise ValueError(f"give a {name}, for example 'a red apple'")
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(prompts, list | tuple):
         raise TypeError(f"{name} must be a string or a list of strings, got {type(prompt).__name__}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,17 +113,14 @@ class VideoStream(BlockStream):
         frame_scorer: scores drafts, for methods that need it: an object with `bind`; see `FrameScorer`.
         prompts: further prompts, by the number of the block from which on each applies.
         clean_prompt: see `ImagePipeline`.
+        fps: frames per second.
     """
 
     pipe: CausalVideoPipeline
     frame_scorer: Any
     prompts: Mapping[int, str]
     clean_prompt: bool
-
-    @property
-    def fps(self) -> int:
-        """Frames per second."""
-        return self.pipe.fps
+    fps = property(attrgetter("pipe.fps"))
 
     @torch.no_grad()
     @without_autocast
