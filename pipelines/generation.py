@@ -235,9 +235,11 @@ class ImagePipeline(VisualPipeline):
                 return not (validation.wants_stop(answer) or call.interrupted)
 
             parts: list[DecodeOutput] = []
-            for first in range(0, count, count if is_list else at_once):
-                rows = slice(first, count if is_list else first + at_once)
-                parts.append(self._decode(request if at_once == count else request.select_rows(rows), callback))
+            step = count if is_list else at_once
+            decode = self._engines.decode if self.joins_running_batch else self._engines.decode_scales
+            for first in range(0, count, step):
+                part = request if step == count else request.select_rows(slice(first, first + step))
+                parts.append(decode(self, part, callback))
                 if parts[-1].stats.stopped:
                     break
         result = parts[0] if len(parts) == 1 and len(parts[0].tokens) == count else _join_outputs(parts, count)
@@ -277,10 +279,6 @@ class ImagePipeline(VisualPipeline):
         ]
         log_probs, plain = (torch.cat(parts) for parts in zip(*found, strict=True))
         return log_probs, plain
-
-    @abstractmethod
-    def _decode(self, request: ImageRequest, callback: Any) -> DecodeOutput:
-        """Run the loop of this paradigm."""
 
     def _encode_source(self, source: InpaintSource, num_prompts: int, images: int) -> FixedTokens:
         """Encode source images to the tokens that are not regenerated, one row per image."""
@@ -329,9 +327,6 @@ class NextTokenPipeline(ImagePipeline):
             mask = self.mask_generated(length, (image.height, image.width))[0, 0]
             image.putalpha(Image.fromarray(mask.numpy().astype("uint8") * 255))
         return images
-
-    def _decode(self, request: ImageRequest, callback: Any) -> DecodeOutput:
-        return self._engines.decode(self, request, callback)
 
 
 def _join_outputs(parts: list[DecodeOutput], images: int) -> DecodeOutput:

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from vargen.compat import without_autocast
 from vargen.convert.var import DEFAULTS, convert_var
-from vargen.decoding import DecodeOutput
 from vargen.models.guidance import Guidance, to_guidance
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleQuantizer, MultiScaleVQModel
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.models.var.decoding import VARScaleModel
 from vargen.models.var.network import SCALES, VARTransformer, official_config
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
-from vargen.pipelines.generation import ImagePipeline, ImageRequest
+from vargen.pipelines.generation import ImagePipeline
 from vargen.pipelines.images import (
     FixedTokens,
     InpaintSource,
@@ -80,9 +79,6 @@ class VARPipeline(ImagePipeline):
     @property
     def num_baseline_passes(self) -> int:
         return len(self.transformer.scales)
-
-    def _decode(self, request: ImageRequest, callback: Any) -> DecodeOutput:
-        return self._engines.decode_scales(self, request, callback)
 
     def decoding_model(self, guidance: Guidance | float = 1.0) -> VARScaleModel:
         """Return the adapter of the transformer and its draft model for `vargen.decoding.decode_scales`."""
