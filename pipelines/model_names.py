@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from vargen.assets import packaged_model_path, packaged_models
 from vargen.files import expand_user, validate_not_interrupted
-from vargen.values import short_repr
+from vargen.values import short_repr, suggest_names
 
 FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revision")  # options of the hub
 _MAX_ID = 96  # characters of a model id on the Hub
@@ -62,12 +61,8 @@ def locate_folder(name: Any, options: Mapping[str, Any]) -> Path:
         )
     match = _ID.fullmatch(_URL.sub("", text)) if len(text) <= 4 * _MAX_ID else None
     if match is None or text.startswith((".", "/", "~")) or len(match[1]) > _MAX_ID:
-        near = get_close_matches(text, packaged_models(), n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"unknown model {short_repr(text)}: {hint}give a packaged model ({', '.join(packaged_models()) or 'none'}), "
-            "a folder with a model_index.json, or a hub id 'owner/name'"
-        )
+        allowed = "a packaged one, a folder with a model_index.json, or a hub id 'owner/name'"
+        raise ValueError(f"unknown model {short_repr(text)}: give {allowed}; {suggest_names(text, packaged_models())}")
     if (advice := _OFFICIAL.get(match[1].lower())) is not None:
         raise ValueError(f"{match[1]} {advice}")
     given = {key: options[key] for key in FETCHING if key in options}
