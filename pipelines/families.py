@@ -17,7 +17,7 @@ from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.text_encoder import TEXT_ENCODERS, MiniLMTextEncoder
 from vargen.options import OPTIONS
 from vargen.pipelines.validation import validate_sampling
-from vargen.values import short_repr
+from vargen.values import parse_int, short_repr
 
 StoredComponent = NetworkFolder | StoredNetwork | TokenizerFolder
 
@@ -193,16 +193,14 @@ def _check_labels(id2label: Any, num_classes: int | None) -> None:
     """Raise ValueError unless it is None or a mapping from class numbers (also as strings, as in JSON) to names."""
     if id2label is None:
         return
-    allowed = "a mapping of class numbers to names, such as {0: 'tench, Tinca tinca'}, or None"
     if not isinstance(id2label, Mapping):
-        raise ValueError(f"id2label must be {allowed}, got {id2label!r:.200}")
+        raise ValueError(f"id2label must be a mapping of class numbers to names, or None, got {short_repr(id2label)}")
+    most = None if num_classes is None else num_classes - 1
     for key, name in id2label.items():
         number = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10 else key
-        if isinstance(number, bool) or not isinstance(number, int) or not isinstance(name, str):
-            raise ValueError(f"id2label must be {allowed}, got {key!r}: {name!r:.200}")
-        if number < 0 or (num_classes is not None and number >= num_classes):
-            limit = "" if num_classes is None else f" to {num_classes - 1}"
-            raise ValueError(f"id2label names class {number}; the classes are 0{limit}")
+        if parse_int(number, 0, most) is None or not isinstance(name, str):
+            limit = "" if most is None else f" from 0 to {most}"
+            raise ValueError(f"id2label must map class numbers{limit} to names, got {short_repr({key: name})}")
 
 
 FAMILIES: dict[str, ModelFamily] = {}  # by name of the pipeline class, as in model_index.json; `loading` imports all
