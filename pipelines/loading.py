@@ -312,23 +312,3 @@ def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, NetworkFolder]
             return component_name, NetworkFolder(folder, component.network_class)
     classes = ", ".join(each.network_class.__name__ for each in family.trainable.values()) or "none"
     raise ValueError(f"{folder} holds a {class_name!r}; drafters of a {family.pipeline.__name__} are {classes}")
-
-
-def load_trained_networks(pipeline: Any, *names: Any) -> dict[str, Any]:
-    """Load networks that were trained to draft for a pipeline's transformer, by component name; see `resolve_drafter`."""
-    family = pipeline.family
-    found = dict(resolve_drafter(each, family) for each in names)
-    configs = {name: getattr(getattr(pipeline, name), "config", None) for name in family.components}
-    try:
-        family.check(configs | {name: each.config for name, each in found.items()})
-    except ValueError as error:
-        raise ValueError(f"{', '.join(str(each.folder) for each in found.values())}: {error}") from error
-    for each in found.values():
-        codes = each.config.get("codes") and pipeline.vqvae and pipeline.vqvae.quantize.digest()
-        if codes and codes != each.config["codes"]:
-            raise ValueError(f"{each.folder} belongs to another codebook: digest {each.config['codes']}, not {codes}")
-    dtype = pipeline.transformer.dtype
-    return {
-        name: load_network(each, dtype if family.components[name].follows_dtype else torch.float32)
-        for name, each in found.items()
-    }

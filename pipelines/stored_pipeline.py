@@ -13,7 +13,7 @@ from diffusers.image_processor import VaeImageProcessor
 from vargen.compat import without_autocast
 from vargen.files import atomic_merge, expand_user
 from vargen.folders.tokenizers import TokenizerFolder
-from vargen.models.storage import find_device, is_offloaded, require_weights
+from vargen.models.storage import find_device, is_offloaded, load_network, require_weights
 from vargen.pipelines import loading
 from vargen.pipelines.families import STORED_VALUES, ModelFamily
 from vargen.pipelines.prompts import PROMPT_NAMES_FILE, PromptNames
@@ -174,8 +174,22 @@ class StoredPipeline(DiffusionPipeline):
     def _load_drafters(self, *drafters: Any) -> dict[str, Any]:
         if self.transformer is None:
             raise ValueError("this pipeline was loaded without a transformer: there is nothing to draft for")
-        networks, device = loading.load_trained_networks(self, *drafters), self._device_of(self.transformer)
-        self.register_modules(**{name: network.to(device) for name, network in networks.items()})
+        family, dtype, device = self.family, self.transformer.dtype, self._device_of(self.transformer)
+        found = dict(loading.resolve_drafter(each, family) for each in drafters)
+        configs = {name: getattr(getattr(self, name), "config", None) for name in family.components}
+        try:
+            family.check(configs | {name: each.config for name, each in found.items()})
+        except ValueError as error:
+            raise ValueError(f"{', '.join(str(each.folder) for each in found.values())}: {error}") from error
+        for each in found.values():
+            codes = each.config.get("codes") and self.vqvae and self.vqvae.quantize.digest()
+            if codes and codes != each.config["codes"]:
+                raise ValueError(f"{each.folder} belongs to another codebook: digest {each.config['codes']}, not {codes}")
+        networks = {
+            name: load_network(each, dtype if family.components[name].follows_dtype else torch.float32).to(device)
+            for name, each in found.items()
+        }
+        self.register_modules(**networks)
         return networks
 
     # -- devices ----------------------------------------------------------------------------------------------------------
