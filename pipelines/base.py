@@ -235,15 +235,11 @@ class VisualPipeline(StoredPipeline):
         """Validate arguments of a call that do not depend on one another; returns the scorer."""
         if not self.has_weights:
             raise ValueError("transformer has no weights: open the model with open_pipeline instead of inspect_model")
-        if not self.makes_images:
-            reason = f"another pipeline decodes the tokens of {type(self.transformer).__name__}"
-            if output_type != "latent":
-                raise ValueError(f"output_type must be 'latent': {reason}")
-            if scorer is not None:
-                raise ValueError(f"scorer must be left out: {reason}")
+        if not self.makes_images and (output_type != "latent" or scorer is not None):
+            name = type(self.transformer).__name__
+            raise ValueError(f"output_type must be 'latent' and scorer left out: another pipeline decodes the tokens of {name}")
         if self.transformer is None or getattr(self, self.pixel_decoder) is None:
-            missing = f"transformer or {self.pixel_decoder}"
-            raise ValueError(f"this pipeline was loaded without a {missing}: it only encodes prompts")
+            raise ValueError(f"this pipeline was loaded without a transformer or {self.pixel_decoder}: it only encodes prompts")
         if not isinstance(output_type, str) or output_type not in validation.OUTPUT_TYPES:
             raise ValueError(f"output_type must be one of {', '.join(validation.OUTPUT_TYPES)}, got {short_repr(output_type)}")
         if callback is not None and not callable(callback):
@@ -255,9 +251,7 @@ class VisualPipeline(StoredPipeline):
             validation.validate_batch_size(batch_size, "batch_size")
         if require_int("num_candidates", num_candidates, 1) > 1 and scorer is None:
             raise ValueError(f"scorer must be given to choose among {num_candidates} candidates")
-        if scorer is None or not isinstance(scorer, str):
-            return scorer and to_scorer(scorer)
-        return self.named_scorer(scorer)
+        return self.named_scorer(scorer) if isinstance(scorer, str) else scorer and to_scorer(scorer)
 
     def resolve_sampling(self, guidance_interval: Any = None, **given: Any) -> tuple[Guidance, Sampling]:
         """Return guidance and sampling options of a call; None selects the checkpoint's default."""
