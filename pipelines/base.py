@@ -5,7 +5,10 @@ The command line, the demo page and the evaluation use only this interface, so n
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +20,6 @@ from vargen.decoding import DEFAULT_METHOD, PRESETS, Accelerator, Sampling, list
 from vargen.models.guidance import Guidance
 from vargen.pipelines import prompts, validation
 from vargen.pipelines.engines import KeptEngines
-from vargen.pipelines.generation import ImageRequest, RunningCalls
 from vargen.pipelines.prompts import NormalizedPrompt
 from vargen.pipelines.stored_pipeline import StoredPipeline
 from vargen.scoring import open_scorer
@@ -41,6 +43,14 @@ class MethodInfo:
     unsupported_reason: str | None = None
 
 
+@dataclass(eq=False)
+class RunningCall:
+    """A running call: its thread, and whether it was interrupted."""
+
+    thread: int
+    interrupted: bool = False
+
+
 class VisualPipeline(StoredPipeline):
     """Generation of images or videos with an autoregressive model of any family.
 
@@ -48,18 +58,20 @@ class VisualPipeline(StoredPipeline):
 
     Attributes:
         paradigm: selects the presets that this pipeline runs: next-token, next-scale or video.
-        output_class: class of a call's result.
         baseline: name of the preset that speedups are relative to.
         default_method: name of the preset that a call uses by default.
         usual_sampling: sampling settings used where neither the call nor the checkpoint sets them.
         fps: frames per second of video models.
+        image_size: width and height in pixels of the source image of a call; None if calls take no image.
         makes_images: False if another pipeline decodes the tokens.
+        joins_running_batch: whether images can join a batch while others are generated. Otherwise they are generated batch by
+            batch, as those of next-scale models, whose passes differ in shape.
     """
 
     paradigm: ClassVar[str]
-    output_class: ClassVar[Any]
     baseline: ClassVar[str] = "ar"
     default_method: ClassVar[str] = DEFAULT_METHOD
+    joins_running_batch: ClassVar[bool] = False
     usual_sampling: ClassVar[dict[str, Any]] = {"guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0}
     model_cpu_offload_seq = "text_encoder->transformer->vqvae"
     _callback_tensor_inputs: ClassVar[list[str]] = ["latents"]
@@ -70,12 +82,13 @@ class VisualPipeline(StoredPipeline):
     text_encoder: Any = None
     tokenizer: Any = None
     fps: int | None = None
+    image_size: int | None = None
     makes_images: bool = True
 
     def _init_calls(self) -> None:
         """Create what calls use beside the components."""
-        self._scorers: dict[tuple[str, torch.device], Scorer] = {}
-        self._calls = RunningCalls()
+        self._opened: dict[Any, Any] = {}  # scorers and other models
+        self._calls: list[RunningCall] = []
         self._engines = KeptEngines()
 
     # -- methods --------------------------------------------------------------------------------------------------------
@@ -105,14 +118,7 @@ class VisualPipeline(StoredPipeline):
 
     @abstractmethod
     def decoding_model(self, *arguments: Any, **options: Any) -> Any:
-        """Return the adapter of the transformers for the loop of this paradigm.
-
-        Args:
-            guidance: for image models, classifier-free guidance or its scale.
-
-        Raises:
-            ValueError: for an invalid guidance scale.
-        """
+        """Return the adapter of the transformers for the loop of this paradigm; image models take guidance, or its scale."""
 
     # -- prompts and classes --------------------------------------------------------------------------------------------
 
@@ -153,10 +159,15 @@ class VisualPipeline(StoredPipeline):
 
     def named_scorer(self, name: str) -> Scorer:
         """Return the scorer with this name, loaded on first use; see `vargen.scoring.open_scorer`."""
-        key = (name, self._execution_device)
-        if key not in self._scorers:
-            self._scorers[key] = open_scorer(*key)
-        return self._scorers[key]
+        scorer: Scorer = self._open_once(open_scorer, name)
+        return scorer
+
+    def _open_once(self, opener: Callable[[str, torch.device], Any], name: str) -> Any:
+        """Return what an opener returns for a name and the device of the pipeline, and keep it for later calls."""
+        key = opener, name, self._execution_device
+        if key not in self._opened:
+            self._opened[key] = opener(name, self._execution_device)
+        return self._opened[key]
 
     # -- images ---------------------------------------------------------------------------------------------------------
 
@@ -168,17 +179,12 @@ class VisualPipeline(StoredPipeline):
     @property
     def num_tokens(self) -> int:
         """Number of tokens N of an image."""
-        return self.transformer.tokens
+        return sum(rows * columns for rows, columns in self.grids)
 
     @property
     @abstractmethod
     def grids(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of an image's token grids in generation order, each in raster order: one, or one per scale."""
-
-    @property
-    def image_size(self) -> int | None:
-        """Width and height in pixels of the source image of a call; None if calls take no image."""
-        return None
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -199,9 +205,7 @@ class VisualPipeline(StoredPipeline):
     def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
         """Decode tokens `[B, N]` to images. The area of tokens past `length [B]` is left white, or not refined further.
 
-        Raises:
-            ValueError, TypeError: for tokens that do not fit this model, or an unknown output type.
-            NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
+        NaN or infinite pixels raise `NonFinitePixelsError`, whose message has the image and position of the first one.
         """
 
     @abstractmethod
@@ -219,11 +223,6 @@ class VisualPipeline(StoredPipeline):
 
     # -- calls ----------------------------------------------------------------------------------------------------------
 
-    def joins_running_batch(self, method: Any) -> bool:
-        """Whether images can join a batch while others are generated. Otherwise they are generated batch by batch, as those of
-        next-scale models, whose passes differ in shape."""
-        return False
-
     def check_inputs(
         self,
         output_type: Any = "pil",
@@ -234,16 +233,13 @@ class VisualPipeline(StoredPipeline):
         batch_size: Any = None,
     ) -> Scorer | None:
         """Validate arguments of a call that do not depend on one another; returns the scorer."""
-        self.require_loaded()
-        if not self.makes_images:
-            reason = f"another pipeline decodes the tokens of {type(self.transformer).__name__}"
-            if output_type != "latent":
-                raise ValueError(f"output_type must be 'latent': {reason}")
-            if scorer is not None:
-                raise ValueError(f"scorer must be left out: {reason}")
+        if not self.has_weights:
+            raise ValueError("transformer has no weights: open the model with open_pipeline instead of inspect_model")
+        if not self.makes_images and (output_type != "latent" or scorer is not None):
+            name = type(self.transformer).__name__
+            raise ValueError(f"output_type must be 'latent' and scorer left out: another pipeline decodes the tokens of {name}")
         if self.transformer is None or getattr(self, self.pixel_decoder) is None:
-            missing = f"transformer or {self.pixel_decoder}"
-            raise ValueError(f"this pipeline was loaded without a {missing}: it only encodes prompts")
+            raise ValueError(f"this pipeline was loaded without a transformer or {self.pixel_decoder}: it only encodes prompts")
         if not isinstance(output_type, str) or output_type not in validation.OUTPUT_TYPES:
             raise ValueError(f"output_type must be one of {', '.join(validation.OUTPUT_TYPES)}, got {short_repr(output_type)}")
         if callback is not None and not callable(callback):
@@ -254,12 +250,8 @@ class VisualPipeline(StoredPipeline):
         if batch_size is not None:
             validation.validate_batch_size(batch_size, "batch_size")
         if require_int("num_candidates", num_candidates, 1) > 1 and scorer is None:
-            raise ValueError(
-                f"scorer must be given to choose among {num_candidates} candidates: a name, a Scorer or f(images, prompts)"
-            )
-        if scorer is None or not isinstance(scorer, str):
-            return scorer and to_scorer(scorer)
-        return self.named_scorer(scorer)
+            raise ValueError(f"scorer must be given to choose among {num_candidates} candidates")
+        return self.named_scorer(scorer) if isinstance(scorer, str) else scorer and to_scorer(scorer)
 
     def resolve_sampling(self, guidance_interval: Any = None, **given: Any) -> tuple[Guidance, Sampling]:
         """Return guidance and sampling options of a call; None selects the checkpoint's default."""
@@ -269,14 +261,25 @@ class VisualPipeline(StoredPipeline):
         sampling.validate_top_k(self.vocab_size)
         return guidance, sampling
 
-    @abstractmethod
-    def _decode(self, request: ImageRequest, callback: Any) -> Any:
-        """Run the loop of this paradigm."""
+    @contextmanager
+    def _start_call(self) -> Iterator[RunningCall]:
+        """Register a call of this thread while the block runs, so that an interrupt ends the right one."""
+        call = RunningCall(threading.get_ident())
+        self._calls.append(call)
+        try:
+            yield call
+        finally:
+            self._calls.remove(call)
+
+    def _current_calls(self) -> list[RunningCall]:
+        """The innermost call of this thread; in a thread without one, all running calls."""
+        calls = list(self._calls)
+        return [call for call in calls if call.thread == threading.get_ident()][-1:] or calls
 
     @property
     def interrupt(self) -> bool:
         """Whether this thread's call, or in a thread without a call any running call, was interrupted."""
-        return any(call.interrupted for call in self._calls.current())
+        return any(call.interrupted for call in self._current_calls())
 
     @property
     def _interrupt(self) -> bool:
@@ -285,5 +288,5 @@ class VisualPipeline(StoredPipeline):
 
     @_interrupt.setter
     def _interrupt(self, value: bool) -> None:
-        for call in self._calls.current():
+        for call in self._current_calls():
             call.interrupted = value

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,48 +14,33 @@ from torch import Tensor
 
 from vargen.compat import tokenized, without_autocast
 from vargen.convert.causal_video import convert_causal_video
-from vargen.decoding import VideoMethod, decode_video
+from vargen.decoding import VideoMethod
 from vargen.decoding.video.interfaces import BlockProgress
 from vargen.models.causal_video.decoding import BlockRouter, CausalVideoBlockModel, bind_router
 from vargen.models.causal_video.network import CausalVideoLoRA, CausalVideoTransformer
 from vargen.models.guidance import Condition, Guidance
-from vargen.models.storage import is_offloaded
-from vargen.models.tokenizers.video_vae import (
-    AutoencoderKLWan,
-    CausalVideoVAE,
-    PreviewDecoder,
-    StreamingDecoder,
-    WanStreamingDecoder,
-)
+from vargen.models.tokenizers.video_vae import AutoencoderKLWan, CausalVideoVAE, PreviewDecoder
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_prompt, encode_tokens
 from vargen.pipelines.seeds import resolve_seeds
-from vargen.pipelines.start_images import MergedLoRAs, encode_start_image, open_image_pipe
+from vargen.pipelines.start_images import encode_start_image, merge_lora, open_image_pipe
 from vargen.pipelines.video_memory import on_device
-from vargen.pipelines.video_settings import (
-    LORA_SIZE,
-    clean_whitespace,
-    resolve_levels,
-    resolve_setting,
-    validate_geometry,
-    validate_settings,
-)
+from vargen.pipelines.video_settings import LATENT_SIZES, LORA_SIZE, VAE_SETTINGS, VideoSettings, validate_geometry
 from vargen.pipelines.videos import (
     CausalVideoPipelineOutput,
     VideoStream,
     resolve_preview_decoder,
     save_video,
     stack_videos,
+    streaming_decoder,
     to_output_frames,
 )
 from vargen.scoring import DEFAULT_SCORER
 from vargen.scoring.frames import FrameScorer
 from vargen.specs import parse_spec
 from vargen.values import parse_int, require_int, short_repr
-
-MAX_BLOCKS = 100_000
 
 
 class CausalVideoPipeline(VisualPipeline):
@@ -74,26 +61,18 @@ class CausalVideoPipeline(VisualPipeline):
         router: ranks drafts for `sdvg-learned`; `vargen train router` trains it for this pair of models.
         image_lora, draft_image_lora: LoRA of each model, only for videos that start from an image.
         text_encoder, tokenizer: encoder of prompts.
-        defaults: the checkpoint's settings; see `vargen.pipelines.video_settings.DEFAULT_SETTINGS`.
+        defaults: the checkpoint's settings; see `vargen.pipelines.video_settings.VideoSettings`.
         prompt_styles, prompt_names: as in `LlamaGenPipeline`.
-
-    Raises:
-        ValueError: for components that do not match each other, or defaults that are not valid.
     """
 
     paradigm: ClassVar[str] = VideoMethod.paradigm
-    output_class: ClassVar[Any] = CausalVideoPipelineOutput
     baseline: ClassVar[str] = "target"
     default_method: ClassVar[str] = "sdvg"
     pixel_decoder: ClassVar[str] = "vae"
     model_cpu_offload_seq = "text_encoder->transformer->vae"
     _callback_tensor_inputs: ClassVar[list[str]] = []
-
-    vae: Any
-    preview_decoder: Any
-    router: Any
-    image_lora: Any
-    draft_image_lora: Any
+    vocab_size = 0  # a video has no tokens
+    fps: Any = property(attrgetter("transformer.geometry.fps"))
 
     def __init__(
         self,
@@ -110,38 +89,34 @@ class CausalVideoPipeline(VisualPipeline):
         prompt_styles: list[str] | None = None,
         prompt_names: PromptNames | dict[str, str] | None = None,
     ):
-        components = {
-            "vae": vae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
-            "draft_transformer": draft_transformer, "preview_decoder": preview_decoder, "router": router,
-            "image_lora": image_lora, "draft_image_lora": draft_image_lora,
-        }  # fmt: skip
-        self._register_components(components, {"defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
-
-    def _init_calls(self) -> None:
-        super()._init_calls()
-        self._image_pipes: dict[tuple[str, torch.device], VisualPipeline] = {}
-        self._merged_loras = MergedLoRAs()
-
-    # -- properties -----------------------------------------------------------------------------------------------------
+        self._register_components(
+            prompt_names, defaults=defaults, prompt_styles=prompt_styles, vae=vae, transformer=transformer,
+            text_encoder=text_encoder, tokenizer=tokenizer, draft_transformer=draft_transformer,
+            preview_decoder=preview_decoder, router=router, image_lora=image_lora, draft_image_lora=draft_image_lora,
+        )  # fmt: skip
 
     def validate_method(self, method: Any) -> None:
         # A router knows its drafter by the weights, which a pipeline of `inspect_model` does not have.
-        has_weights = self.transformer.device.type != "meta" or is_offloaded(self.transformer)
-        router = bind_router(self, method) if has_weights else self.router
+        router = bind_router(self, method) if self.has_weights else self.router
         method.validate_models(self.decoding_model(), has_scorer=True, has_router=router is not None)
 
     @property
     def max_caption_tokens(self) -> int:
-        return int(self.transformer.config.text_len or self.setting("caption_rows"))
+        return int(self.transformer.config.text_len or self.settings.caption_rows)
+
+    @property
+    def settings(self) -> VideoSettings:
+        """The checkpoint's settings."""
+        return VideoSettings.read(self.config.defaults)
 
     def setting(self, name: str) -> Any:
-        """Return the checkpoint's value of a setting; see `vargen.pipelines.video_settings.DEFAULT_SETTINGS`."""
-        return resolve_setting(self.config.defaults, name)
+        """Return one of the `settings` by name."""
+        return getattr(self.settings, name)
 
     @property
     def drafts(self) -> bool:
         """Whether there is a model to draft with."""
-        return self.draft_transformer is not None or self.setting("draft_steps") is not None
+        return self.draft_transformer is not None or self.settings.draft_steps is not None
 
     @property
     def device(self) -> torch.device:
@@ -149,27 +124,18 @@ class CausalVideoPipeline(VisualPipeline):
         return super().device if self.transformer is None else self.transformer.device
 
     @property
-    def fps(self) -> int:  # type: ignore[override]
-        return self.transformer.geometry.fps
-
-    @property
-    def vocab_size(self) -> int:
-        """0: a video has no tokens."""
-        return 0
-
-    @property
     def num_tokens(self) -> int:
         """Number of frames of a video of default length."""
         geometry = self.transformer.geometry
-        return geometry.pixel_frames(0, self.setting("num_blocks") * geometry.block_frames)
+        return geometry.pixel_frames(0, self.settings.num_blocks * geometry.block_frames)
 
     @property
     def num_baseline_passes(self) -> int:
         """Number of passes of the baseline for a video of default length."""
-        return self.setting("num_blocks") * (len(resolve_levels(self.config.defaults)) + 1) - 1
+        return self.settings.num_blocks * (len(self.settings.resolve_levels()) + 1) - 1
 
     @property
-    def image_size(self) -> int:
+    def image_size(self) -> int:  # type: ignore[override]
         return self.transformer.geometry.pixel_size[0]
 
     # -- calls ----------------------------------------------------------------------------------------------------------
@@ -207,8 +173,7 @@ class CausalVideoPipeline(VisualPipeline):
             num_blocks: length in blocks. None: the checkpoint's default.
             accelerator: name of a preset (`vargen info presets` lists them), or a `VideoMethod`. None: `"sdvg"`, or `"target"`
                 for a model without a draft transformer, or see `resolve_method`.
-            tau: acceptance threshold on the scorer's scale, for methods that have one. None: the checkpoint's, else the
-                method's.
+            tau: acceptance threshold on the scorer's scale, for methods that have one. None: the checkpoint's or the method's.
             scorer: scorer of drafts, for methods that score; see `resolve_frame_scorer`.
             preview_decoder: decoder of the frames that are scored; see `resolve_preview_decoder`. None: the model's, if any.
             prompt_schedule: further prompts, by the number (above 0) of the block from which on each applies.
@@ -218,54 +183,50 @@ class CausalVideoPipeline(VisualPipeline):
             generator: source of all noise.
             prompt_embeds: text features `[1, P, text_dim]` instead of a prompt; not for methods that score.
             callback: called with a `BlockProgress` after every pass; returning False ends the video.
-            clean_prompt: see `LlamaGenPipeline`.
+            clean_prompt: see `ImagePipeline`.
             profile: see `decode_video`.
-
-        Raises:
-            ValueError, TypeError: before any pass, for invalid arguments, naming the argument, its value and what is allowed.
         """
-        if self.transformer is None or self.vae is None:
-            raise ValueError("this pipeline was loaded without a transformer or vae: it only encodes prompts")
-        blocks = self.setting("num_blocks") if num_blocks is None else num_blocks
-        total = require_int("num_blocks", blocks, 1, MAX_BLOCKS)
+        self.check_inputs()
+        given: dict[str, Any] = {"num_blocks": num_blocks, "window": window, "sinks": sinks}
+        settings = replace(self.settings, **{name: value for name, value in given.items() if value is not None})
         if image is None and prompt is not None:
-            image = self.setting("image_model")
+            image = settings.image_model
         image = None if image is False else image
         method = self.resolve_method(accelerator, tau, image is not None)
         levels = self.transformer.config.motion_levels
         if motion is not None and parse_int(motion, 0, levels - 1) is None:
             allowed = f"from 0 to {levels - 1}" if levels else "left out: this model has no motion levels"
             raise ValueError(f"motion must be {allowed}, got {short_repr(motion)}")
-        if sinks is not None:
-            require_int("sinks", sinks, 0)
         if window is not None:
             require_int("window", window, self.transformer.geometry.block_frames + (sinks or 0))
-        schedule = validation.validate_prompt_schedule(prompt_schedule, total)
+        schedule = validation.validate_prompt_schedule(prompt_schedule, settings.num_blocks)
         scored = method.policy.needs_scores
-        if prompt is None and prompt_embeds is None:
-            raise ValueError("give a prompt, for example pipe('a waving cat')")
+        condition = self.encode_video_condition(prompt, prompt_embeds, clean_prompt)
         if scored and prompt is None:
             raise ValueError(f"accelerator {method.name!r} scores drafts with the prompt: give prompt, not prompt_embeds")
-        condition = self.encode_video_condition(prompt, prompt_embeds, clean_prompt)
         frame_scorer = self.resolve_frame_scorer(scorer) if scored else None
         seeds = resolve_seeds(generator, 1)
-        given = encode_start_image(self, image, prompt, seeds.seeds[0])
-        stream = decode_video(
-            self.decoding_model(window, sinks, motion, bool(given)),
+        start = encode_start_image(self, image, prompt, seeds.seeds[0])
+        stream = VideoStream(
+            self.decoding_model(settings, motion, bool(start)),
             condition,
             int(seeds.noise_seeds[0]),
             method,
-            blocks=total,
-            decoder=self.streaming_decoder(),
+            blocks=settings.num_blocks,
+            decoder=streaming_decoder(self.vae),
             preview=resolve_preview_decoder(self, preview_decoder),
             score=None if frame_scorer is None else frame_scorer.bind(self.scorer_prompt(str(prompt))),
-            given=given,
+            given=start,
             callback=callback,
             profile=profile,
             router=bind_router(self, method),
+            pipe=self,
+            frame_scorer=frame_scorer,
+            prompts=schedule,
+            clean_prompt=clean_prompt,
         )
         stream.stats.seed = seeds.seeds[0]
-        return VideoStream(self, stream, frame_scorer, schedule, clean_prompt)
+        return stream
 
     @torch.no_grad()
     @without_autocast
@@ -293,7 +254,6 @@ class CausalVideoPipeline(VisualPipeline):
                 call with the blocks finished so far; later videos have none.
 
         Raises:
-            ValueError, TypeError: as `stream`, before the first video is started.
             NonFiniteLatentsError: see `decode_video`.
         """
         self.check_inputs(output_type, callback_on_step_end, callback_on_step_end_tensor_inputs)
@@ -302,7 +262,7 @@ class CausalVideoPipeline(VisualPipeline):
         seeds = resolve_seeds(generator, len(prompts))
         sources = [torch.Generator(device).manual_seed(seed) for seed, device in zip(seeds.seeds, seeds.devices, strict=True)]
         videos: list[list[Tensor]] = []
-        with self._calls.start() as call:
+        with self._start_call() as call:
 
             def after_pass(progress: BlockProgress) -> bool:
                 if callback is not None and callback(progress) is False:
@@ -338,35 +298,32 @@ class CausalVideoPipeline(VisualPipeline):
     # -- steps of a call ------------------------------------------------------------------------------------------------
 
     def decoding_model(
-        self, window: int | None = None, sinks: int | None = None, motion: int | None = None, from_image: bool = False
+        self, settings: VideoSettings | None = None, motion: int | None = None, from_image: bool = False
     ) -> CausalVideoBlockModel:
-        """Return the adapter of both models for `vargen.decoding.decode_video`; arguments as in `stream`.
+        """Return the adapter of both models for `vargen.decoding.decode_video`.
 
-        Args:
-            from_image: whether the video starts from an image, for which a model may have a LoRA.
+        None for `settings` selects the checkpoint's; `from_image` selects the LoRAs for videos that start from an image.
         """
-        scale = float(self.setting("guidance"))
+        settings = settings or self.settings
         options: dict[str, Any] = {
-            "resamples_noise": not self.setting("euler"),
-            "guidance": Guidance(scale, negative=None if scale == 1 else self.encode_empty_caption()),
-            "window": self.setting("window") if window is None else window,
-            "sinks": self.setting("sinks") if sinks is None else sinks,
+            "resamples_noise": not settings.euler,
+            "guidance": Guidance(settings.guidance, negative=None if settings.guidance == 1 else self.encode_empty_caption()),
+            "window": settings.window,
+            "sinks": settings.sinks,
             "motion": motion,
             "device": self._device_of(self.transformer),
         }
-        levels, draft_levels = (resolve_levels(self.config.defaults, draft) for draft in (False, True))
+        levels, draft_levels = (settings.resolve_levels(draft) for draft in (False, True))
         target, drafter = self.transformer, self.draft_transformer
         if from_image:
-            device = self._device_of(target)
-            target = self._merged_loras.network("transformer", target, self.image_lora, device)
-            drafter = self._merged_loras.network("draft_transformer", drafter, self.draft_image_lora, device)
+            target = merge_lora(self, "transformer", "image_lora")
+            drafter = merge_lora(self, "draft_transformer", "draft_image_lora")
         draft = CausalVideoBlockModel(drafter or target, draft_levels, **options) if self.drafts else None
         return CausalVideoBlockModel(target, levels, draft_model=draft, **options)
 
     def normalize_prompt(self, prompt: str) -> NormalizedPrompt:
         """See `VisualPipeline.normalize_prompt`. Prompts are cleaned first, if the text encoder was trained so."""
-        cleaned = clean_whitespace(prompt) if self.setting("prompt_cleaning") == "whitespace" else prompt
-        return super().normalize_prompt(cleaned)
+        return super().normalize_prompt(self.settings.clean(prompt))
 
     def encode_prompt(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """See `vargen.pipelines.prompts.encode_prompt`. A large text encoder is on the device only meanwhile."""
@@ -380,8 +337,6 @@ class CausalVideoPipeline(VisualPipeline):
             if prompt is not None or not isinstance(prompt_embeds, Tensor) or prompt_embeds.shape[::2] != (1, width):
                 raise ValueError(f"prompt_embeds must be a tensor [1, P, {width}] and come without prompt")
             return Condition(caption_embeds=prompt_embeds.to(self._execution_device))
-        if prompt is None:
-            raise ValueError("give a prompt, for example pipe('a waving cat')")
         if len(validation.validate_prompts(prompt)) != 1:
             raise ValueError(f"prompt must be one, got {len(prompt)}: a stream is one video; a call takes several")
         embeds, mask = self.encode_prompt(prompt, clean)
@@ -395,10 +350,7 @@ class CausalVideoPipeline(VisualPipeline):
             return Condition(caption_embeds=encode_tokens(self, tokenized(self.tokenizer, [""], return_tensors="pt"))[0])
 
     def scorer_prompt(self, prompt: str) -> str:
-        """Return the prompt for scorers: normalized, with the model's style appended if the model has only one.
-
-        Without it, a scorer trained with several styles would prefer a mixture of them.
-        """
+        """Return the prompt for scorers, normalized and in the model's only style, or they would prefer a mixture of styles."""
         text = self.normalize_prompt(prompt).text
         styles = list(self.config.prompt_styles or ())
         named = len(styles) != 1 or re.search(rf"\b{re.escape(styles[0])}\b", text, re.IGNORECASE)
@@ -412,22 +364,15 @@ class CausalVideoPipeline(VisualPipeline):
                 `bind(prompt)` returns a function of a `BlockView`, such as a `FrameScorer`. None: the packaged scorer. Image
                 scorers get the checkpoint's `scored_frames` of each block.
         """
-        frames = self.setting("scored_frames")
+        frames = self.settings.scored_frames
         if scorer is None or isinstance(scorer, str):
             return FrameScorer(self.named_scorer(scorer or DEFAULT_SCORER), frames=frames)
         bound = hasattr(scorer, "bind") and not isinstance(scorer, type)
         return scorer if bound else FrameScorer(scorer, frames=frames)
 
-    def named_image_pipe(self, name: str) -> VisualPipeline:
+    def named_image_pipe(self, name: str) -> Any:
         """Return the pipeline of a packaged image model, or of one in a folder, opened on first use."""
-        key = (name, self._execution_device)
-        if key not in self._image_pipes:
-            self._image_pipes[key] = open_image_pipe(*key)
-        return self._image_pipes[key]
-
-    def streaming_decoder(self) -> StreamingDecoder:
-        """Return the decoder of latents, block by block."""
-        return self.vae if isinstance(self.vae, StreamingDecoder) else WanStreamingDecoder(self.vae)
+        return self._open_once(open_image_pipe, name)
 
     def resolve_method(self, accelerator: Any, tau: Any = None, from_image: bool = False) -> VideoMethod:
         """Return the method of a call with its threshold.
@@ -440,11 +385,10 @@ class CausalVideoPipeline(VisualPipeline):
         drafts = self.drafts and not (moves_less and self.image_lora is not None)
         default = self.default_method if drafts else self.baseline
         method = super().resolve_method(default if accelerator is None else accelerator)
-        if tau is not None:
-            return method.with_tau(tau)
-        stored = self.setting("tau")
         unset = accelerator is None or (isinstance(accelerator, str) and "tau" not in parse_spec(accelerator)[1])
-        return method.with_tau(stored) if stored is not None and unset and method.threshold is not None else method
+        if tau is None and unset and method.threshold is not None:
+            tau = self.settings.tau
+        return method if tau is None else method.with_tau(tau)
 
 
 CAUSAL_VIDEO = register_family(
@@ -457,10 +401,10 @@ CAUSAL_VIDEO = register_family(
                 (CausalVideoVAE, AutoencoderKLWan),
                 required=True,
                 follows_dtype=("AutoencoderKLWan",),
-                matches={"latent_channels": "channels", "z_dim": "channels"},
+                matches=VAE_SETTINGS,
             ),
             "draft_transformer": Component(
-                (CausalVideoTransformer,), follows_dtype=True, matches=("text_dim", "motion_levels")
+                (CausalVideoTransformer,), follows_dtype=True, matches=("text_dim", "motion_levels", *LATENT_SIZES)
             ),
             "preview_decoder": Component((PreviewDecoder,), matches={"latent_channels": "channels"}),
             "router": Component((BlockRouter,), matches=("channels",), run_folder="router"),
@@ -470,7 +414,7 @@ CAUSAL_VIDEO = register_family(
         },
         text_width="text_dim",
         check_compatible=validate_geometry,
-        check_defaults=validate_settings,
+        check_defaults=VideoSettings.read,
         convert=convert_causal_video,
     )
 )

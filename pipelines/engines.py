@@ -25,7 +25,7 @@ MAX_KEPT = 2
 MOST_WASTE = 4  # slots of an engine for each image of a call that it serves
 
 
-class KeptEngines:
+class KeptEngines(threading.local):
     """The last engines of each thread. A deep copy or a pickle of the pipeline starts with none.
 
     An engine serves calls with the same networks, method and kind of guidance: any guidance scale and options, from a quarter
@@ -33,15 +33,11 @@ class KeptEngines:
     """
 
     def __init__(self) -> None:
-        self._local = threading.local()
+        # Of each engine, the last one used first: its key, the networks that it reads, and itself.
+        self._kept: list[tuple[Any, Sequence[Any], Any]] = []
 
     def __reduce__(self) -> tuple[type[KeptEngines], tuple[()]]:
         return KeptEngines, ()
-
-    def clear(self) -> None:
-        """Give up the engines of this thread, and return their memory."""
-        self._kept.clear()
-        torch.cuda.empty_cache()
 
     @contextmanager
     def freed_without_memory(self) -> Iterator[None]:
@@ -49,7 +45,8 @@ class KeptEngines:
         try:
             yield
         except torch.OutOfMemoryError:
-            self.clear()
+            self._kept.clear()
+            torch.cuda.empty_cache()
             raise
 
     def decode(self, pipe: Any, request: ImageRequest, callback: Callback | None) -> DecodeOutput:
@@ -75,14 +72,14 @@ class KeptEngines:
             self._keep(key, parts, engine)
         return output
 
-    def decode_scales(self, pipe: Any, request: ImageRequest, callback: Callback | None, fixed: Any) -> DecodeOutput:
+    def decode_scales(self, pipe: Any, request: ImageRequest, callback: Callback | None) -> DecodeOutput:
         """Generate the tokens of a request by `ScalePasses`."""
         condition, seeds = replace(request.condition, scale=request.guidance.scale), request.seeds.noise_seeds
         model = pipe.decoding_model(request.guidance)
         parts = [*model.networks, *(model.draft_model.networks if model.draft_model else ())]
         rows = 0 if condition.caption_embeds is None else condition.caption_embeds.shape[1]
         key = *_make_key(request, model, parts), rows, len(seeds)
-        passes = self._take(key, parts, lambda passes: 0)
+        fixed, passes = request.fixed, self._take(key, parts, lambda passes: 0)
         if passes is None:
             clock = Clock(torch.device(model.device), False)
             passes = ScalePasses(model, request.method.bind(model), condition, len(seeds), clock)
@@ -92,8 +89,8 @@ class KeptEngines:
             seeds,
             request.method,
             request.sampling,
-            fixed_scales=fixed.scales,
-            fixed_tokens=fixed.kept,
+            fixed_scales=() if fixed is None else fixed.scales,
+            fixed_tokens=None if fixed is None or fixed.kept_area is None else fixed,
             callback=callback,
             passes=passes,
         )
@@ -101,18 +98,10 @@ class KeptEngines:
             self._keep(key, parts, passes)
         return output
 
-    @property
-    def _kept(self) -> list[tuple[Any, Sequence[Any], Any]]:
-        """Of each engine, the last one used first: its key, the networks that it reads, and itself."""
-        if not hasattr(self._local, "kept"):
-            self._local.kept = []
-        return self._local.kept
-
     def _take(self, key: Any, parts: Sequence[Any], spare: Callable[[Any], int]) -> Any:
         """Take the engine that serves a call with the fewest slots too many, out of those that are kept; None without one.
 
-        Args:
-            spare: number of slots of an engine that the call does not need; negative if it cannot serve.
+        `spare` returns the number of slots of an engine that the call does not need, negative if it cannot serve.
         """
         # Those of other networks would keep these in memory.
         self._kept[:] = [each for each in self._kept if list(map(id, each[1])) == list(map(id, parts))]

@@ -16,7 +16,7 @@ from vargen.folders.tokenizers import TokenizerFolder
 from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.text_encoder import TEXT_ENCODERS, MiniLMTextEncoder
 from vargen.pipelines.validation import validate_sampling
-from vargen.values import OPTIONS, short_repr
+from vargen.values import OPTIONS, parse_int, short_repr
 
 StoredComponent = NetworkFolder | StoredNetwork | TokenizerFolder
 
@@ -107,10 +107,6 @@ def validate_sampling_defaults(defaults: Any, transformer: Mapping[str, Any]) ->
         raise ValueError(f"defaults: {error}") from error
 
 
-def _check_nothing(configs: Mapping[str, Any]) -> None:
-    """The components of a family need not agree in more than `matches`."""
-
-
 @dataclass(frozen=True)
 class ModelFamily:
     """Registration of a model family.
@@ -121,7 +117,7 @@ class ModelFamily:
         components: all components that its folders may have.
         condition_settings: by kind of condition, settings that a smaller transformer must share with the transformer.
         text_width: setting of the transformer that is the width of the text encoder's features.
-        check_compatible: checks that the configurations match in what `matches` cannot express; raises ValueError.
+        check_compatible: raises ValueError unless the configurations match in what `matches` cannot express.
         check_defaults: validates the `defaults` of a folder, given the transformer's configuration; raises ValueError.
         convert: converts official files to a folder. Its arguments are the options of `vargen convert NAME`.
         official_sizes: by name, such as "var-d16", configurations of the components; benchmarks run them with random weights.
@@ -132,8 +128,8 @@ class ModelFamily:
     components: Mapping[str, Component]
     condition_settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     text_width: str = "caption_dim"
-    check_compatible: Callable[[Mapping[str, Any]], None] = _check_nothing
-    check_defaults: Callable[[Any, Mapping[str, Any]], None] = validate_sampling_defaults
+    check_compatible: Callable[[Mapping[str, Any]], None] | None = None
+    check_defaults: Callable[[Any, Mapping[str, Any]], object] = validate_sampling_defaults
     convert: Callable[..., Path] | None = None
     official_sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -148,36 +144,25 @@ class ModelFamily:
         return {name: component for name, component in self.components.items() if component.run_folder is not None}
 
     def validate_index(self, index: Mapping[str, Any], file: Path, given: Container[str] = ()) -> None:
-        """Raise ValueError unless an index names all required components, and only allowed classes.
-
-        Args:
-            given: components that the caller passes.
-        """
+        """Raise ValueError unless an index names all required components but those `given`, and only allowed classes."""
         for name, component in self.components.items():
-            if component.required and name not in given and index.get(name) in (None, _ABSENT):
+            entry, known = index.get(name, _ABSENT), component.named_classes
+            if entry in (None, _ABSENT) and component.required and name not in given:
                 advice = f"download or convert the folder again, or pass {name} when opening it"
                 raise ValueError(f"{file} names no {name!r}; {advice}")
-        for name, entry in index.items():
-            if name not in self.components:
-                if isinstance(entry, list) and entry != _ABSENT and name not in STORED_VALUES:
-                    raise ValueError(
-                        f"{file} names {name!r}, {short_repr(entry)}; the components are {', '.join(self.components)}"
-                    )
-                continue
-            known = self.components[name].named_classes
             if entry is None:
                 raise ValueError(f"{file} has {name!r}: null; a missing component must be [null, null]")
             if entry != _ABSENT and class_of(entry) not in known:
                 raise ValueError(f"{file} has {name!r}: {short_repr(entry)}; its class must be {' or '.join(known)}")
+        for name, entry in index.items():
+            if name not in (*self.components, *STORED_VALUES) and isinstance(entry, list) and entry != _ABSENT:
+                allowed = ", ".join(self.components)
+                raise ValueError(f"{file} names {name!r}, {short_repr(entry)}; the components are {allowed}")
 
     def check(self, configs: Mapping[str, Any], id2label: Any = None, defaults: Any = None, prompt_styles: Any = None) -> None:
-        """Check that the configurations of components match, and validate the values stored with them.
+        """Check that configurations by component (None for a missing one) match, and validate the values stored with them.
 
         This runs before the weights of a folder are loaded, and in the constructor of a pipeline.
-
-        Args:
-            configs: configuration by component, None for a missing one.
-            id2label, defaults, prompt_styles: arguments of the pipeline.
         """
         transformer = configs.get("transformer") or {}
         condition = transformer.get("condition", "")
@@ -190,7 +175,8 @@ class ModelFamily:
         if not transformer:
             return
         for name, component in self.components.items():
-            for own, other in _pairs(component.matches).items():
+            for own in component.matches:
+                other = component.matches[own] if isinstance(component.matches, Mapping) else own
                 require_equal(configs, name, own, "transformer", other)
             if component.classes == self.components["transformer"].classes:
                 for setting in self.condition_settings.get(condition, ()):
@@ -198,27 +184,22 @@ class ModelFamily:
         if condition != "class":
             width = "d_model" if config_value(configs.get("text_encoder"), "d_model") is not None else "hidden_size"
             require_equal(configs, "text_encoder", width, "transformer", self.text_width)
-        self.check_compatible(configs)
-
-
-def _pairs(matches: Mapping[str, str] | tuple[str, ...]) -> Mapping[str, str]:
-    return matches if isinstance(matches, Mapping) else dict(zip(matches, matches, strict=True))
+        if self.check_compatible is not None:
+            self.check_compatible(configs)
 
 
 def _check_labels(id2label: Any, num_classes: int | None) -> None:
     """Raise ValueError unless it is None or a mapping from class numbers (also as strings, as in JSON) to names."""
     if id2label is None:
         return
-    allowed = "a mapping of class numbers to names, such as {0: 'tench, Tinca tinca'}, or None"
     if not isinstance(id2label, Mapping):
-        raise ValueError(f"id2label must be {allowed}, got {id2label!r:.200}")
+        raise ValueError(f"id2label must be a mapping of class numbers to names, or None, got {short_repr(id2label)}")
+    most = None if num_classes is None else num_classes - 1
     for key, name in id2label.items():
         number = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10 else key
-        if isinstance(number, bool) or not isinstance(number, int) or not isinstance(name, str):
-            raise ValueError(f"id2label must be {allowed}, got {key!r}: {name!r:.200}")
-        if number < 0 or (num_classes is not None and number >= num_classes):
-            limit = "" if num_classes is None else f" to {num_classes - 1}"
-            raise ValueError(f"id2label names class {number}; the classes are 0{limit}")
+        if parse_int(number, 0, most) is None or not isinstance(name, str):
+            limit = "" if most is None else f" from 0 to {most}"
+            raise ValueError(f"id2label must map class numbers{limit} to names, got {short_repr({key: name})}")
 
 
 FAMILIES: dict[str, ModelFamily] = {}  # by name of the pipeline class, as in model_index.json; `loading` imports all

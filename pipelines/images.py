@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -58,22 +58,13 @@ class ImagePipelineOutput(BaseOutput):
         return f"<{type(self).__name__}: {count}, {self.stats}>"
 
     def parameters(self, number: int = 0) -> dict[str, Any]:
-        """Return the parameters of image `number` with which it is generated again: prompt, seed, method, model, machine.
-
-        Raises:
-            ValueError: for a result that no pipeline returned.
-        """
+        """Return the parameters of image `number` with which it is generated again: prompt, seed, method, model, machine."""
         if self._call is None or self.tokens is None:
             raise ValueError("this result was not returned by the call of a pipeline, so it has no parameters")
         return self._call.describe(number, self.stats, self.tokens)
 
     def save(self, path: str | Path, number: int = 0) -> Path:
-        """Write image `number` as a PNG that carries its `parameters`; returns the path.
-
-        Raises:
-            ValueError: for another suffix than `.png`, or images that are not PIL images.
-            OSError: if the file cannot be written.
-        """
+        """Write image `number` as a PNG that carries its `parameters`; returns the path."""
         file = expand_user(path, "path")
         if file.suffix.lower() != ".png":
             raise ValueError(f"path must end in .png, as only PNG files carry parameters, got {str(path)!r}")
@@ -86,12 +77,7 @@ class ImagePipelineOutput(BaseOutput):
 
 
 def validate_decode_arguments(tokens: Any, length: Any, output_type: Any, codes: int, minimum: int = 0) -> None:
-    """Validate the arguments of `decode_tokens`; the caller checks the number of tokens.
-
-    Args:
-        codes: size of the codebook.
-        minimum: the smallest token; -1 means no token.
-    """
+    """Validate the arguments of `decode_tokens`: tokens, of any number, are from `minimum` (-1 for none) to `codes` - 1."""
     if not isinstance(output_type, str) or output_type not in OUTPUT_TYPES:
         raise ValueError(f"output_type must be one of {', '.join(OUTPUT_TYPES)}, got {short_repr(output_type)}")
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
@@ -114,31 +100,39 @@ def decode_pixels(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     return pixels
 
 
-def preprocess_images(images: Any, processor: Any, side: int | tuple[int, int], name: str = "images") -> Tensor:
-    """Convert images to float32 `[B, 3, Y, X]` in [-1, 1], and resize them.
+def preprocess_images(
+    images: Any, processor: Any, side: int | tuple[int, int], name: str = "images", resizes: bool = True
+) -> Tensor:
+    """Convert images to float32 `[B, 3, Y, X]` in [-1, 1].
 
     Args:
-        side: rows and columns, or the number of both.
         images: PIL images, a tensor `[B, 3, Y, X]` or an array `[B, Y, X, 3]`; floating-point numbers in [0, 1], or uint8.
+        side: rows and columns, or the number of both.
         name: name of the argument in error messages.
+        resizes: whether images of another size are resized, or refused.
     """
+    rows, columns = (side, side) if isinstance(side, int) else side
     if not isinstance(images, Tensor | np.ndarray):
         images = list(images) if isinstance(images, list | tuple) else [images]
         if not images or not all(isinstance(image, Image.Image) for image in images):
             raise TypeError(f"{name} must be PIL images, or a float tensor [B, 3, Y, X] in [0, 1], got {short_repr(images)}")
+        sizes = {(image.height, image.width) for image in images}
         images = [on_white(image) for image in images]
     elif images.ndim not in (3, 4) or 0 in images.shape:
         raise ValueError(f"{name} must be [B, 3, Y, X] as a tensor, [B, Y, X, 3] as an array, got {list(images.shape)}")
     else:
+        sizes = {tuple(images.shape[-2:] if isinstance(images, Tensor) else images.shape[-3:-1])}
         images = _unit(images, name)
-    rows, columns = (side, side) if isinstance(side, int) else side
+    if not resizes and (other := sizes - {(rows, columns)}):
+        found = "x".join(map(str, reversed(min(other))))
+        raise ValueError(f"{name} must be {columns}x{rows} pixels, the size of this model, got {found}; crop or resize it")
     pixels: Tensor = processor.preprocess(images, height=rows, width=columns)
     return pixels
 
 
 def _unit(images: Any, name: str) -> Any:
     """Convert a tensor or array to float32 in [0, 1]."""
-    numbers, array = torch.as_tensor(images), isinstance(images, np.ndarray)
+    numbers = torch.as_tensor(images)
     if numbers.dtype == torch.uint8:
         numbers = numbers.float() / 255
     if not numbers.is_floating_point():
@@ -146,7 +140,7 @@ def _unit(images: Any, name: str) -> Any:
     low, high = (float(edge) for edge in numbers.float().aminmax())
     if not (low >= 0 and high <= 1):  # negated so that NaN is rejected
         raise ValueError(f"{name} must hold numbers from 0 to 1, or be uint8 from 0 to 255, got {low:g} to {high:g}")
-    return numbers.float().numpy() if array else numbers.float()
+    return numbers.float().numpy() if isinstance(images, np.ndarray) else numbers.float()
 
 
 DEFAULT_VARIATION_STRENGTH, DEFAULT_INPAINT_STRENGTH = 0.8, 1.0  # default strength without and with a mask
@@ -187,11 +181,7 @@ class InpaintSource:
 
 
 def validate_source(image: Any, mask: Any, strength: Any, side: int, processor: Any) -> InpaintSource | None:
-    """Validate the `image`, `mask_image` and `strength` of a call. Returns None if there is no image.
-
-    Args:
-        side: width and height of the model's images in pixels.
-    """
+    """Validate the `image`, `mask_image` and `strength` of a call, of `side` pixels square; returns None without an image."""
     if image is None:
         for name, value in (("mask_image", mask), ("strength", strength)):
             if value is not None:
@@ -201,23 +191,8 @@ def validate_source(image: Any, mask: Any, strength: Any, side: int, processor: 
     share = usual if strength is None else parse_float(strength)
     if share is None or not 0 <= share <= 1:
         raise ValueError(f"strength must be from 0 (keep the image) to 1 (regenerate all of it), got {short_repr(strength)}")
-    for width, height in _sizes(image):
-        if (width, height) != (side, side):
-            raise ValueError(
-                f"image must be {side}x{side} pixels, the size of this model, got {width}x{height}; crop or resize it"
-            )
-    pixels = preprocess_images(image, processor, side, "image")
+    pixels = preprocess_images(image, processor, side, "image", resizes=False)
     return InpaintSource(pixels, None if mask is None else _mask(mask, len(pixels), side), share)
-
-
-def _sizes(image: Any) -> set[tuple[int, int]]:
-    """Return the sizes (width, height) of the images; empty for other objects, which `preprocess_images` rejects."""
-    if isinstance(image, Tensor) and image.ndim in (3, 4):
-        return {(image.shape[-1], image.shape[-2])}
-    if isinstance(image, np.ndarray) and image.ndim in (3, 4):
-        return {(image.shape[-2], image.shape[-3])}
-    listed = image if isinstance(image, list | tuple) else [image]
-    return {each.size for each in listed if isinstance(each, Image.Image)}
 
 
 def _mask(mask: Any, images: int, side: int) -> Tensor:
@@ -232,21 +207,21 @@ def _mask(mask: Any, images: int, side: int) -> Tensor:
         values = values.reshape(-1, 1, *values.shape[-2:])
         if not ((values >= 0) & (values <= 1)).all():
             raise ValueError(f"mask_image must be {allowed}, got other numbers")
-        area = values >= _HALF
+        areas = list(values >= _HALF)
     else:
         listed = list(mask) if isinstance(mask, list | tuple) else [mask]
         if not listed or not all(isinstance(each, Image.Image) for each in listed):
             raise TypeError(f"mask_image must be {allowed}, got {short_repr(mask)}")
-        for each in listed:
-            if each.size != (side, side):
-                raise ValueError(f"mask_image must be {side}x{side} pixels, as the image is, got {each.width}x{each.height}")
-        area = torch.from_numpy(np.stack([read_mask(each) for each in listed]))[:, None]
-    if area.shape[-2:] != (side, side):
-        raise ValueError(f"mask_image must be {side}x{side} pixels, as the image is, got {area.shape[-1]}x{area.shape[-2]}")
-    if len(area) not in (1, images):
-        raise ValueError(f"mask_image must be one, or one for each of {images} images, got {len(area)}")
-    for found, extent in ((area, "the whole image"), (~area, "nothing")):
-        if found.flatten(1).all(1).any():
+        areas = [torch.from_numpy(read_mask(each))[None] for each in listed]
+    for each in areas:
+        if each.shape[-2:] != (side, side):
+            found = f"{each.shape[-1]}x{each.shape[-2]}"
+            raise ValueError(f"mask_image must be {side}x{side} pixels, as the image is, got {found}")
+    if len(areas) not in (1, images):
+        raise ValueError(f"mask_image must be one, or one for each of {images} images, got {len(areas)}")
+    area = torch.stack(areas)
+    for chosen, extent in ((area, "the whole image"), (~area, "nothing")):
+        if chosen.flatten(1).all(1).any():
             logger.warning("mask_image regenerates %s; white or transparent pixels are regenerated, others are kept", extent)
     return area
 
@@ -287,50 +262,41 @@ def _at_least_half(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class FixedTokens:
-    """Tokens of a source image that are not regenerated.
+    """Tokens of source images that are not regenerated: coarse scales, and the kept (unmasked) area of finer ones.
+
+    For the area, it quantizes the difference between the source image's latent and the latent generated so far, instead of the
+    source image itself, because coarse generated tokens overlap the area and their error must be corrected at finer scales.
 
     Attributes:
         scales: tokens `[B, n]` of the kept coarse scales.
-        kept: chooses the tokens of the unmasked area at finer scales; None without a mask.
+        quantizer: quantizer of the image tokenizer.
+        latent: float32 `[B, C, R, G]`, latents of the source images before quantization.
+        kept_area: float32 `[B, 1, R, G]`, 1 in latent cells of which no pixel is masked; None without a mask.
     """
 
     scales: list[Tensor]
-    kept: KeptTokens | None
+    quantizer: MultiScaleQuantizer
+    latent: Tensor
+    kept_area: Tensor | None
+
+    @classmethod
+    def build(cls, quantizer: MultiScaleQuantizer, latent: Tensor, mask: Tensor | None, num_scales: int) -> FixedTokens:
+        """Build it from the number of kept scales and a mask, bool `[B, 1, Y, X]`, True in the area to regenerate."""
+        area = None
+        if mask is not None:
+            area = 1 - F.max_pool2d(mask.to(latent.device, torch.float32), mask.shape[-1] // latent.shape[-1])
+        tokens = quantizer.quantize(latent)[:num_scales]
+        return cls([part.flatten(1) for part in tokens], quantizer, latent.float(), area)
 
     def select_rows(self, rows: slice) -> FixedTokens:
         """Return the same for some of the images."""
-        kept = self.kept
-        if kept is not None:
-            kept = replace(kept, latent=kept.latent[rows], kept_area=kept.kept_area[rows])
-        return FixedTokens([tokens[rows] for tokens in self.scales], kept)
-
-
-@dataclass(frozen=True)
-class KeptTokens:
-    """Chooses the tokens of the kept (unmasked) area at each scale of a next-scale loop.
-
-    It quantizes the difference between the source image's latent and the latent generated so far, instead of the source image
-    itself, because coarse generated tokens overlap the kept area and their error must be corrected at finer scales.
-
-    Attributes:
-        quantizer: quantizer of the image tokenizer.
-        latent: float32 `[B, C, R, G]`, latents of the source images before quantization.
-        kept_area: float32 `[B, 1, R, G]`, 1 in the kept latent cells; see `build`.
-    """
-
-    quantizer: MultiScaleQuantizer
-    latent: Tensor
-    kept_area: Tensor
-
-    @classmethod
-    def build(cls, quantizer: MultiScaleQuantizer, latent: Tensor, mask: Tensor) -> KeptTokens:
-        """Build it from a mask, bool `[B, 1, Y, X]`, True in the area to regenerate. A latent cell is kept if no pixel of it
-        is masked."""
-        area = 1 - F.max_pool2d(mask.to(latent.device, torch.float32), mask.shape[-1] // latent.shape[-1])
-        return cls(quantizer, latent.float(), area)
+        area = None if self.kept_area is None else self.kept_area[rows]
+        return FixedTokens([tokens[rows] for tokens in self.scales], self.quantizer, self.latent[rows], area)
 
     def __call__(self, canvas: Tensor, scale: int) -> tuple[Tensor, Tensor]:
         """Tokens int64 `[B, n]` for a scale, given the latent so far `[B, C, R, G]`, and bool `[B, n]`, True where kept."""
-        share = self.quantizer.downsample(self.kept_area, scale)
-        residual = self.quantizer.downsample((self.latent - canvas) * self.kept_area, scale) / share.clamp(min=1e-6)
+        area = self.kept_area
+        assert area is not None
+        share = self.quantizer.downsample(area, scale)
+        residual = self.quantizer.downsample((self.latent - canvas) * area, scale) / share.clamp(min=1e-6)
         return self.quantizer.find_nearest(residual, scale).flatten(1), (share >= _HALF).flatten(1)

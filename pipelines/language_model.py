@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -26,11 +27,11 @@ from vargen.models.transformers.base import ImageLanguageModel, validate_network
 from vargen.models.transformers.decoding import TransformersTokenModel
 from vargen.models.transformers.supported import MODELS, describe_language_model
 from vargen.pipelines import loading, validation
-from vargen.pipelines.families import ModelFamily
+from vargen.pipelines.families import Component, ModelFamily
+from vargen.pipelines.generation import NextTokenPipeline
 from vargen.pipelines.images import decode_pixels
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.model_names import FETCHING, locate_folder
-from vargen.pipelines.next_token import NextTokenPipeline
 from vargen.values import one_line
 
 logger = logging.getLogger("vargen")
@@ -46,9 +47,7 @@ class LanguageModelPipeline(NextTokenPipeline):
         size: rows and columns of the image in tokens, for models that have more than one size. None: the published one.
         negative_format: see `Emu3`, the only model that has one.
 
-    Raises:
-        TypeError: if the class of the model is unknown, the processor is that of another, or the model takes no such option.
-        ValueError: if the network does not fit, or the draft model has other image tokens.
+    Unknown classes, a processor of another model, and models or draft models that do not fit are refused.
     """
 
     pixel_decoder: ClassVar[str] = "transformer"
@@ -96,12 +95,7 @@ class LanguageModelPipeline(NextTokenPipeline):
             **options: of transformers, for the model: `device_map`, `max_memory`, `offload_folder`, `quantization_config`,
                 `attn_implementation`; `cache_dir`, `force_download`, `local_files_only`, `token` and `revision` of the hub.
 
-        Raises:
-            ValueError: before any weight is read: if there is no such folder, the folder asks for code, has no safetensors or
-                no weights that generate images, its class is not supported, its processor is missing, the draft model does not
-                fit, or the installed transformers lacks the class.
-            TypeError: for an unknown option, or the processor of another model; also before any weight is read.
-            ImportError: if the package of a quantization is not installed.
+        A folder that asks for code, lacks a part or does not fit is refused before any weight is read.
         """
         if unknown := [key for key in options if key not in (*FETCHING, *loading.LANGUAGE_MODEL_OPTIONS)]:
             allowed = ", ".join(("dtype", "device", *loading.LANGUAGE_MODEL_OPTIONS, *FETCHING))
@@ -140,28 +134,24 @@ class LanguageModelPipeline(NextTokenPipeline):
     @classmethod
     def from_pipe(cls, pipeline: Any, **changed: Any) -> Self:
         """Return a pipeline that shares the model, processor and draft heads of another; `changed` are its arguments."""
-        if not isinstance(pipeline, cls):
-            raise TypeError(f"pipeline must be a {cls.__name__}, got {type(pipeline).__name__}")
-        pipe = cls(**{**pipeline.components, **pipeline._describe.keywords, **changed})
+        options = pipeline._describe.keywords if isinstance(pipeline, cls) else {}
+        pipe = super().from_pipe(pipeline, **{**options, **changed})
         if "model" not in changed:
             pipe.folder, pipe.draft_heads = pipeline.folder, dict(pipeline.draft_heads)
         return pipe
 
-    # -- what the base class needs to know ----------------------------------------------------------------------------------
+    # What the base class asks for, and where it is.
+    transformer: Any = property(attrgetter("model"))
+    makes_images: Any = property(attrgetter("language_model.has_pixels"))
+    vocab_size: Any = property(attrgetter("language_model.vocab"))
+    max_caption_tokens: Any = property(attrgetter("language_model.max_prompt_tokens"))
+    codebook: Any = property(attrgetter("language_model.codebook"))
+    default_sampling: Any = property(attrgetter("language_model.default_sampling"))
+    is_class_conditional, class_names, reads_prompts = False, {}, True
 
     @property
-    def components(self) -> dict[str, Any]:
-        """The model, its processor and the draft model, for functions of diffusers that move or free networks."""
-        return {"model": self.model, "processor": self.processor, "draft_model": self.draft_model}
-
-    @classmethod
-    def _get_signature_keys(cls, obj: Any) -> tuple[set[str], set[str]]:
-        return {"model", "processor", "draft_model"}, {"size", "negative_format"}
-
-    @property
-    def transformer(self) -> Any:
-        """The model of transformers."""
-        return self.model
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        return (self.language_model.grid,)
 
     @property
     def language_model(self) -> ImageLanguageModel:
@@ -179,39 +169,6 @@ class LanguageModelPipeline(NextTokenPipeline):
 
     def _device_of(self, component: Any) -> torch.device:
         return self.language_model.device
-
-    is_class_conditional, class_names, reads_prompts = False, {}, True
-
-    @property
-    def makes_images(self) -> bool:  # type: ignore[override]
-        return self.language_model.has_pixels
-
-    @property
-    def vocab_size(self) -> int:
-        return self.language_model.vocab
-
-    @property
-    def grids(self) -> tuple[tuple[int, int], ...]:
-        return (self.language_model.grid,)
-
-    @property
-    def num_tokens(self) -> int:
-        rows, columns = self.language_model.grid
-        return rows * columns
-
-    @property
-    def max_caption_tokens(self) -> int:
-        return self.language_model.max_prompt_tokens
-
-    @property
-    def codebook(self) -> Any:
-        return self.language_model.codebook
-
-    @property
-    def default_sampling(self) -> dict[str, Any]:
-        return self.language_model.default_sampling
-
-    # -- prompts and tokens -----------------------------------------------------------------------------------------------
 
     def encode_condition(
         self, prompt: Any = None, *, negative_prompt: Any = None, clean_prompt: bool = False, **others: Any
@@ -239,36 +196,21 @@ class LanguageModelPipeline(NextTokenPipeline):
         heads = {name: partial(known[name].adapter, each.to(described.device)) for name, each in self.draft_heads.items()}
         return TransformersTokenModel(described, guidance, draft, draft_heads=heads)
 
-    # -- drafters and files -------------------------------------------------------------------------------------------------
-
-    def load_drafter(self, drafter: Any, *others: Any) -> str:
-        """Load a draft head that `vargen train drafter` trained for this model, and use it in later calls.
-
-        Args:
-            drafter, others: folders of training runs or of saved networks. All are loaded, or none.
-
-        Returns:
-            Name of the head of `drafter`, such as `"eagle"`.
-
-        Raises:
-            ValueError: before any weight is read, if a folder holds no draft head, damaged files, or a head that was
-                trained for another model.
-        """
+    def _load_drafters(self, *drafters: Any) -> dict[str, Any]:
         target = self.decoding_model()
-        found = _read_heads(target, drafter, *others)
-        self.draft_heads.update({name: load_network(stored, target.dtype) for name, stored in found.items()})
-        return next(iter(found))
+        heads = {name: load_network(stored, target.dtype) for name, stored in _read_heads(target, *drafters).items()}
+        self.draft_heads.update(heads)
+        return heads
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Write the model and its processor as a folder of transformers, and each draft head in a subfolder of its name.
 
         `open_pipeline` opens it with its draft heads; transformers opens it without them. A draft model is not saved.
 
+        A model whose weights are offloaded by other means than `device_map` is refused.
+
         Args:
             kwargs: passed to `save_pretrained` of the model.
-
-        Raises:
-            ValueError: while weights are offloaded by other means than `device_map`.
         """
         if not hasattr(self.model, "hf_device_map"):  # with which transformers finds offloaded weights itself
             require_weights(self.model, "saved", "model")
@@ -280,8 +222,6 @@ class LanguageModelPipeline(NextTokenPipeline):
                 network.save_pretrained(str(staged / name), safe_serialization=True)
         (folder / "model_index.json").unlink(missing_ok=True)  # of another family that was saved there
 
-    # -- images -----------------------------------------------------------------------------------------------------------
-
     def decode_grids(self, tokens: Tensor) -> Tensor:
         return decode_pixels(self.language_model.decode_pixels, tokens.flatten(1).to(self.language_model.device))
 
@@ -289,7 +229,8 @@ class LanguageModelPipeline(NextTokenPipeline):
         return self.language_model.mask_generated(length, size)
 
 
-LanguageModelPipeline.family = ModelFamily("language-model", LanguageModelPipeline, {}, convert=None)
+_PARTS = dict.fromkeys(("model", "processor", "draft_model"), Component((), follows_dtype=True))
+LanguageModelPipeline.family = ModelFamily("language-model", LanguageModelPipeline, _PARTS)
 
 
 def _read_folder(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from vargen.models.llamagen.decoding import LlamaGenTokenModel
 from vargen.models.llamagen.network import SIZES, LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
+from vargen.pipelines.generation import NextTokenPipeline
 from vargen.pipelines.images import decode_pixels, preprocess_images
-from vargen.pipelines.next_token import NextTokenPipeline
 from vargen.pipelines.prompts import PromptNames
 
 
@@ -48,13 +49,11 @@ class LlamaGenPipeline(NextTokenPipeline):
         low_res: a transformer with the same tokens and conditions and a smaller grid, which drafts for `accelerator="mulo"`.
         upsampler: predicts token probabilities from low-resolution images. Without it, they are decoded, resized and encoded.
         **others: further drafters that are registered as components of the family.
-
-    Raises:
-        ValueError: for components that do not match each other, or class names or defaults that are not valid.
     """
 
     low_res: LlamaGenTransformer | None = None
     upsampler: TokenUpsampler | None = None
+    max_caption_tokens: Any = property(attrgetter("transformer.config.cls_token_num"))
 
     def __init__(
         self,
@@ -73,15 +72,11 @@ class LlamaGenPipeline(NextTokenPipeline):
         prompt_names: PromptNames | dict[str, str] | None = None,
         **others: Any,
     ):
-        components = {
-            "vqvae": vqvae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
-            "draft_transformer": draft_transformer, "eagle": eagle, "medusa": medusa, "low_res": low_res,
-            "upsampler": upsampler, **others,
-        }  # fmt: skip
-        values = {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}
-        self._register_components(components, values, prompt_names)
-
-    # -- properties -----------------------------------------------------------------------------------------------------
+        self._register_components(
+            prompt_names, id2label=id2label, defaults=defaults, prompt_styles=prompt_styles,
+            vqvae=vqvae, transformer=transformer, text_encoder=text_encoder, tokenizer=tokenizer,
+            draft_transformer=draft_transformer, eagle=eagle, medusa=medusa, low_res=low_res, upsampler=upsampler, **others,
+        )  # fmt: skip
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
@@ -92,33 +87,22 @@ class LlamaGenPipeline(NextTokenPipeline):
     def codebook(self) -> Tensor:
         return self.vqvae.quantize.codebook()
 
-    @property
-    def max_caption_tokens(self) -> int:
-        return self.transformer.config.cls_token_num
-
-    # -- tokens and images ----------------------------------------------------------------------------------------------
-
     def decoding_model(self, guidance: Guidance | float = 1.0) -> LlamaGenTokenModel:
         """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`."""
         device, guidance = self._device_of(self.transformer), to_guidance(guidance)
         codes = None if self.vqvae is None else self.codebook.to(device)
-        heads = {
-            name: partial(each.adapter, getattr(self, name))
-            for name, each in self.family.components.items()
-            if each.adapter is not None and getattr(self, name) is not None
-        }
-        smaller = {"draft_model": self.draft_transformer, "low_res": self.low_res}
-        models = {name: each and LlamaGenTokenModel(each, guidance, device=device) for name, each in smaller.items()}
-        low_res = None
-        if models["low_res"] is not None and codes is not None:
-            low_res = LowResolutionDrafter(models["low_res"], self.grids[-1], self.upsampler, self.vqvae)
+        drafters = {name: each for name, each in self.family.drafters.items() if getattr(self, name) is not None}
+        heads = {name: partial(each.adapter, getattr(self, name)) for name, each in drafters.items()}
+        smaller: tuple[Any, ...] = (self.draft_transformer, self.low_res)
+        draft, low = (each and LlamaGenTokenModel(each, guidance, device=device) for each in smaller)
+        needs_low = low is not None and codes is not None
         return LlamaGenTokenModel(
             self.transformer,
             guidance,
             codebook=codes,
-            draft_model=models["draft_model"],
+            draft_model=draft,
             draft_heads=heads,
-            low_res=low_res,
+            low_res=LowResolutionDrafter(low, self.grids[-1], self.upsampler, self.vqvae) if needs_low else None,
             device=device,
         )
 
@@ -137,10 +121,6 @@ class LlamaGenPipeline(NextTokenPipeline):
         """Encode PIL images or a tensor `[B, 3, Y, X]` (float in [0, 1], or uint8) to tokens int64 `[B, rows, columns]`.
 
         Images are resized to the model's size.
-
-        Raises:
-            ValueError, TypeError: if it is not an image, or has another dtype or values outside [0, 1].
-            NonFinitePixelsError: if the tokenizer returns NaN or infinite values for finite ones.
         """
         side = self.transformer.config.grid_size * self.vqvae.downsampling
         pixels = preprocess_images(images, self.image_processor, side)
@@ -148,17 +128,12 @@ class LlamaGenPipeline(NextTokenPipeline):
 
 
 def validate_low_res(configs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the grid of the low-resolution transformer divides the transformer's, and its up-sampler fits.
-
-    `configs` are by component, None for a missing one.
-    """
+    """Raise ValueError unless the grid of the low-resolution transformer divides the transformer's, and its up-sampler fits."""
     low, large = configs.get("low_res"), configs["transformer"]["grid_size"]
     if low is None and configs.get("upsampler") is not None:
         raise ValueError("upsampler needs the low_res transformer whose images it enlarges")
     if low is not None and (low["grid_size"] >= large or large % low["grid_size"]):
-        raise ValueError(
-            f"low_res and transformer do not belong together: grid_size {low['grid_size']} must divide {large} and be smaller"
-        )
+        raise ValueError(f"low_res and transformer do not belong together: grid_size {low['grid_size']} must divide {large}")
     require_equal(configs, "upsampler", "low_grid", "low_res", "grid_size")
 
 

@@ -45,7 +45,6 @@ LANGUAGE_MODEL_OPTIONS = (
 )  # fmt: skip
 _CODE = ("trust_remote_code", "custom_pipeline")
 _SMALL_NETWORK = 50_000_000  # parameters
-_LANGUAGE_MODEL = "LanguageModelPipeline"  # imported when needed: it imports transformers
 
 
 # -- opening --------------------------------------------------------------------------------------------------------------
@@ -62,15 +61,12 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
             device. None leaves the pipeline on the CPU.
         **options: passed to `from_pretrained` of the pipeline's class, such as `torch_dtype` or `quantization`; see
             `VisualPipeline` and `LanguageModelPipeline`.
-
-    Raises:
-        ValueError, TypeError: see `VisualPipeline.from_pretrained`; also for an invalid or unavailable device.
     """
     place = None if device is None else select_device(device)
     check_options(options, *list_families().values(), more=LANGUAGE_MODEL_OPTIONS)
     folder = locate_folder(name, options)
     pipeline = find_pipeline_class(folder)
-    if pipeline.__name__ == _LANGUAGE_MODEL:
+    if pipeline.family.name == "language-model":
         unset = {name for name in (*_LOADING, *_CODE) if not options.get(name)}
         options = {name: value for name, value in options.items() if name not in {*_NO_EFFECT, *unset}}
         return pipeline.from_pretrained(folder, device=place, **options)
@@ -93,11 +89,7 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
 
 
 def inspect_model(name: Any) -> VisualPipeline:
-    """Return the pipeline of a model without weights: its networks are on the meta device, so it cannot generate.
-
-    Raises:
-        ValueError: as `open_pipeline`, for files that cannot be opened.
-    """
+    """Return the pipeline of a model without weights: its networks are on the meta device, so it cannot generate."""
     folder = locate_folder(name, {})
     return find_pipeline_class(folder).inspect(folder)
 
@@ -106,17 +98,10 @@ def find_pipeline_class(name: Any) -> type[VisualPipeline]:
     """Return the pipeline class of a model. Reads only its index."""
     folder = locate_folder(name, {})
     if (folder / "config.json").is_file() and not (folder / "model_index.json").is_file():
-        return pipeline_class(_LANGUAGE_MODEL)
-    return read_index(folder)[1].pipeline
-
-
-def pipeline_class(name: str) -> type[VisualPipeline]:
-    """Return the pipeline class with this name."""
-    if name == _LANGUAGE_MODEL:
-        from vargen.pipelines.language_model import LanguageModelPipeline
+        from vargen.pipelines.language_model import LanguageModelPipeline  # which imports transformers
 
         return LanguageModelPipeline
-    return list_families()[name].pipeline
+    return read_index(folder)[1].pipeline
 
 
 def list_families() -> dict[str, ModelFamily]:
@@ -137,7 +122,7 @@ class ModelFolder:
         path: the folder.
         family: its family.
         stored: its components by name, without those that the caller passes.
-        values: the values stored with them, see `STORED_VALUES`.
+        values: the values stored with them, see `STORED_VALUES`, and `prompt_names`.
     """
 
     path: Path
@@ -146,24 +131,20 @@ class ModelFolder:
     values: Mapping[str, Any]
 
 
-def read_model_folder(name: Any, family: ModelFamily | None = None, options: Mapping[str, Any] | None = None) -> ModelFolder:
+def read_model_folder(name: Any, family: ModelFamily, options: Mapping[str, Any] | None = None) -> ModelFolder:
     """Find a model and check its files, without reading weights.
 
     Args:
         name: name, folder or Hub id.
-        family: the family that the caller opens; None allows any.
         options: arguments of `from_pretrained`.
-
-    Raises:
-        ValueError: naming the file and the value, for a folder that cannot be opened.
-        TypeError: for an option that does not exist.
     """
     options = options or {}
-    if family is not None:
-        check_options(options, family)
-    path = locate_folder(name, options)
-    index, family = read_index(path, family, options)
     check_options(options, family)
+    path = locate_folder(name, options)
+    (index, found), file = read_index(path), path / "model_index.json"
+    if found.pipeline is not family.pipeline:
+        raise ValueError(f"{file} describes a {found.pipeline.__name__!r}, this class opens {family.pipeline.__name__!r}")
+    family.validate_index(index, file, options)
     with report_memory(path):  # reading a header maps the whole file
         places = shared_component_folders(path)
         stored: dict[str, StoredComponent] = {}
@@ -175,22 +156,18 @@ def read_model_folder(name: Any, family: ModelFamily | None = None, options: Map
             if part not in options and (class_name := class_of(entry)) is not None:
                 stored[part] = component.read(place / part, class_name, options.get("variant"))
     configs: dict[str, Any] = {part: getattr(each, "config", None) for part, each in {**stored, **options}.items()}
-    values = {each: options.get(each, index.get(each)) for each in STORED_VALUES}
+    values: dict[str, Any] = {each: options.get(each, index.get(each)) for each in STORED_VALUES}
     try:
         family.check(configs, **values)
     except ValueError as error:
-        raise ValueError(f"{path / 'model_index.json'}: {error}") from error
+        raise ValueError(f"{file}: {error}") from error
+    names = options["prompt_names"] if "prompt_names" in options else PromptNames.load(places.get("prompt_names", path))
+    values["prompt_names"] = names
     return ModelFolder(path, family, stored, {name: value for name, value in values.items() if value is not None})
 
 
-def read_index(
-    path: Path, family: ModelFamily | None = None, given: Collection[str] | Mapping[str, Any] = ()
-) -> tuple[Mapping[str, Any], ModelFamily]:
-    """Return the `model_index.json` of a folder, which names allowed classes, and its family.
-
-    Args:
-        given: names of components that the caller passes.
-    """
+def read_index(path: Path) -> tuple[Mapping[str, Any], ModelFamily]:
+    """Return the `model_index.json` of a folder and its family."""
     file = path / "model_index.json"
     if not file.is_file():
         hint = "; `vargen convert` makes one of official files"
@@ -199,13 +176,9 @@ def read_index(
         raise ValueError(f"{path} holds no model_index.json, so it is not a pipeline folder{hint}")
     index, families = read_config(file), list_families()
     class_name = str(index.get("_class_name"))
-    if family is not None and class_name != family.pipeline.__name__:
-        raise ValueError(f"{file} describes a {class_name!r}, this class opens {family.pipeline.__name__!r}")
     if class_name not in families:
         raise ValueError(f"{file} describes a {class_name!r}; vargen opens {', '.join(families)}")
-    family = families[class_name]
-    family.validate_index(index, file, given)
-    return index, family
+    return index, families[class_name]
 
 
 def check_options(options: Mapping[str, Any], *families: ModelFamily, more: Collection[str] = ()) -> None:
@@ -228,10 +201,7 @@ def shared_component_folders(folder: Path) -> dict[str, Path]:
     shared = read_object(file) if file.is_file() else {}
     for part, name in shared.items():
         if part not in SHAREABLE or not isinstance(name, str) or name not in packaged_models():
-            known = ", ".join(packaged_models()) or "none"
-            raise ValueError(
-                f"{file} must name packaged models ({known}) for {', '.join(SHAREABLE)}, and has {short_repr({part: name})}"
-            )
+            raise ValueError(f"{file} must name packaged models for {', '.join(SHAREABLE)}, got {short_repr({part: name})}")
         if (packaged_model_path(name) / SHARED_FILE).exists():
             raise ValueError(f"{file} takes {part} from {name}, which has no {part} of its own")
     return {part: packaged_model_path(name) for part, name in shared.items()}
@@ -241,11 +211,10 @@ def shared_component_folders(folder: Path) -> dict[str, Path]:
 
 
 def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dtype:
-    """Return the fastest dtype of a device for the transformer of a pipeline folder; float32 for a small or quantized one on a
-    CPU.
+    """Return the fastest dtype of a device for a folder's transformer; float32 for a small or quantized one on a CPU.
 
-    Passes of a small network are bound by the number of operations, so bfloat16 gains little. It also makes images depend on
-    the method: a pass over more tokens rounds differently, so `auto` and `ar` no longer generate the same image for a seed.
+    Passes of a small network are bound by the number of operations, so bfloat16 gains little. And in it, a pass over more
+    tokens rounds differently, so `auto` and `ar` no longer generate the same image for a seed.
     """
     if torch.device(device).type == "cpu":
         if stored_quantization(folder / "transformer"):
@@ -272,68 +241,43 @@ def load_components(
         quantization: format of the products of the networks that have one. Default: as stored.
         given: components that the caller passes.
     """
-    validate_quantization(quantization)
     if quantization is not None and given.get("transformer") is not None:
         raise ValueError("quantization must be left out beside a transformer: pass one that is quantized")
-    network: Any = model.stored.get("transformer")
-    if quantization is not None and network is not None and "quantization" not in network.config:
-        name = network.network_class.__name__
-        raise ValueError(f"quantization={quantization!r} is not supported by {name}; leave it out")
     formats = {
-        part: quantization or each.config["quantization"]
+        part: quantization or each.config.get("quantization")
         for part, each in model.stored.items()
-        if isinstance(each, NetworkFolder) and "quantization" in each.config
+        if isinstance(each, NetworkFolder) and (part == "transformer" or "quantization" in each.config)
     }
     with report_memory(model.path):
         dtypes = resolve_dtypes(model, dtype, [part for part, each in formats.items() if each])
         found = {part: given[part] for part in model.family.components if part in given}
         found |= {part: each.load() for part, each in model.stored.items() if isinstance(each, TokenizerFolder)}
-        for part, each in model.stored.items():
-            if isinstance(each, NetworkFolder):
-                found[part] = load_network(each, dtypes[part], formats.get(part))
-            elif not isinstance(each, TokenizerFolder):
-                found[part] = each.load(dtypes[part])
+        for part, dtype_of_part in dtypes.items():
+            each: Any = model.stored[part]
+            is_ours = isinstance(each, NetworkFolder)
+            found[part] = load_network(each, dtype_of_part, formats.get(part)) if is_ours else each.load(dtype_of_part)
     return found
 
 
-def make_components(model: ModelFolder) -> dict[str, Any]:
-    """Return the components of a folder by name, whose networks have no weights."""
-    return {part: each.load() if isinstance(each, TokenizerFolder) else each.network for part, each in model.stored.items()}
-
-
-def load_prompt_names(model: ModelFolder) -> PromptNames | None:
-    """Return the names that replace characters of prompts, of the folder or of the model that shares them."""
-    return PromptNames.load(shared_component_folders(model.path).get("prompt_names", model.path))
-
-
 def resolve_dtypes(
-    model: ModelFolder, given: torch.dtype | dict[str, torch.dtype] | None, quantized: Collection[str] = ()
+    model: ModelFolder, given: torch.dtype | dict[str, torch.dtype] | None, quantized: Collection[str]
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of each stored component; arguments as of `load_components`.
-
-    Args:
-        quantized: components with 8-bit integer products, whose other steps are float32.
-    """
+    """Return the dtype of each stored network, float32 for the other steps of `quantized` ones; see `load_components`."""
     own: dict[str, torch.dtype] = given if isinstance(given, dict) else {}
     for dtype in own.values() if own else () if given is None else (given,):
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point torch.dtype, or a dict of them by component, got {given!r}")
-    chosen = given if isinstance(given, torch.dtype) else own.get("default")
-    if chosen is None and "transformer" in model.stored:
-        chosen = default_dtype(model.path, "cuda" if torch.cuda.is_available() else "cpu")
+    asked = given if isinstance(given, torch.dtype) else own.get("default")
+    usual = asked
+    if asked is None and "transformer" in model.stored:
+        usual = default_dtype(model.path, "cuda" if torch.cuda.is_available() else "cpu")
     found = {}
     for part, each in model.stored.items():
-        kind = each.class_name if isinstance(each, TokenizerFolder) else each.network_class.__name__
-        follows = model.family.components[part].follows(kind)
-        usual = (chosen or torch.float32) if follows else own.get("default", torch.float32)
-        found[part] = own.get(part, usual)
-        if part in quantized:
-            asked = own.get(part, own.get("default", given))
-            if asked not in (None, torch.float32):
-                raise ValueError(
-                    f"dtype must be float32 for {part} with quantization='int8', whose other steps compute in it, got {asked}"
-                )
-            found[part] = torch.float32
+        if isinstance(each, TokenizerFolder):
+            continue
+        follows = model.family.components[part].follows(each.network_class.__name__)
+        default = asked if part in quantized else usual if follows else own.get("default")
+        found[part] = own.get(part, default) or torch.float32
     return found
 
 
@@ -351,8 +295,7 @@ def stored_quantization(folder: Any) -> str | None:
 def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, NetworkFolder]:
     """Return the component name of a trained network that drafts, such as `"eagle"`, and its folder.
 
-    Args:
-        name: name of a packaged one, its folder, or the folder of the training run.
+    `name` is that of a packaged one, its folder, or the folder of the training run.
     """
     root = Path(vargen.assets.__file__).parent
     files = [file for each in family.trainable for file in sorted(root.rglob(f"{each}/config.json"))]
@@ -368,29 +311,4 @@ def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, NetworkFolder]
         if component.network_class.__name__ == class_name:
             return component_name, NetworkFolder(folder, component.network_class)
     classes = ", ".join(each.network_class.__name__ for each in family.trainable.values()) or "none"
-    raise ValueError(
-        f"{folder / 'config.json'} describes a {class_name!r}; drafters of a {family.pipeline.__name__} are {classes}"
-    )
-
-
-def load_trained_networks(pipeline: Any, *names: Any) -> dict[str, Any]:
-    """Load networks that were trained to draft for a pipeline's transformer, by component name; see `resolve_drafter`."""
-    family = pipeline.family
-    found = dict(resolve_drafter(each, family) for each in names)
-    configs = {name: getattr(getattr(pipeline, name), "config", None) for name in family.components}
-    try:
-        family.check(configs | {name: each.config for name, each in found.items()})
-    except ValueError as error:
-        raise ValueError(f"{', '.join(str(each.folder) for each in found.values())}: {error}") from error
-    for each in found.values():
-        codes = each.config.get("codes") and pipeline.vqvae and pipeline.vqvae.quantize.digest()
-        if codes and codes != each.config["codes"]:
-            digests = f"digest {each.config['codes']}, and this model's is {codes}"
-            raise ValueError(
-                f"{each.folder} belongs to another codebook ({digests}): give a network that was trained for this model"
-            )
-    dtype = pipeline.transformer.dtype
-    return {
-        name: load_network(each, dtype if family.components[name].follows_dtype else torch.float32)
-        for name, each in found.items()
-    }
+    raise ValueError(f"{folder} holds a {class_name!r}; drafters of a {family.pipeline.__name__} are {classes}")

@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from vargen.assets import packaged_model_path, packaged_models
 from vargen.files import expand_user, validate_not_interrupted
-from vargen.values import short_repr
+from vargen.values import short_repr, suggest_names
 
 FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revision")  # options of the hub
 _MAX_ID = 96  # characters of a model id on the Hub
@@ -48,9 +47,6 @@ def locate_folder(name: Any, options: Mapping[str, Any]) -> Path:
         name: name of a packaged model, a folder, `owner/name` or `owner/name@revision` on the hub, `hf://owner/name`, or the
             address of a page of the hub.
         options: `FETCHING`, as of huggingface_hub; other options are ignored.
-
-    Raises:
-        ValueError: if there is no such model, or it has to be converted first; the message says what to type.
     """
     text = str(name)
     if text in packaged_models():
@@ -61,17 +57,12 @@ def locate_folder(name: Any, options: Mapping[str, Any]) -> Path:
     validate_not_interrupted(path)
     if path.suffix.lower() in (*_PICKLES, ".safetensors"):
         raise ValueError(
-            f"model must be a folder, got the weight file {short_repr(text)}: `vargen convert llamagen`, `var` or "
-            "`causal-video` makes a folder of official files"
+            f"model must be a folder, got {short_repr(text)}; vargen convert llamagen, var or causal-video makes one"
         )
     match = _ID.fullmatch(_URL.sub("", text)) if len(text) <= 4 * _MAX_ID else None
     if match is None or text.startswith((".", "/", "~")) or len(match[1]) > _MAX_ID:
-        near = get_close_matches(text, packaged_models(), n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"unknown model {short_repr(text)}: {hint}give a packaged model ({', '.join(packaged_models()) or 'none'}), "
-            "a folder with a model_index.json, or a hub id 'owner/name'"
-        )
+        allowed = "a packaged one, a folder with a model_index.json, or a hub id 'owner/name'"
+        raise ValueError(f"unknown model {short_repr(text)}: give {allowed}; {suggest_names(text, packaged_models())}")
     if (advice := _OFFICIAL.get(match[1].lower())) is not None:
         raise ValueError(f"{match[1]} {advice}")
     given = {key: options[key] for key in FETCHING if key in options}

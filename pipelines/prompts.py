@@ -26,14 +26,9 @@ logger = logging.getLogger("vargen")
 
 
 def left_pad(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn right padding into left padding.
+    """Turn right padding of features `[B, P, C]` into left padding; the mask, bool `[B, P]`, is True where they are valid.
 
-    Args:
-        features: `[B, P, C]`, padded on the right.
-        mask: bool `[B, P]`, True where valid.
-
-    Returns:
-        Features `[B, P, C]`, zero in the padding and with valid rows last in their original order; and their mask `[B, P]`.
+    Returns features `[B, P, C]`, zero in the padding and with valid rows last in their order, and their mask `[B, P]`.
     """
     P = mask.shape[1]
     padding = P - mask.sum(1, keepdim=True)
@@ -50,11 +45,8 @@ _GREEK = "\u0370", "\u03ff"  # single Greek letters occur as symbols in English 
 def describe_unread_text(tokenizer: Any, prompt: str, rows: int, english: bool = True) -> list[str]:
     """Return a sentence for each reason why a text encoder does not read all of a prompt.
 
-    Characters that the tokenizer does not know, or words that it splits into single letters: one that covers a script splits
-    its words into pieces of several letters. And tokens after the last one that is read.
-
-    Args:
-        rows: number of tokens that the encoder reads. english: whether it reads English only.
+    Characters that the tokenizer does not know, or words that it splits into single letters, if it reads English only: one
+    that covers a script splits its words into pieces of several letters. And tokens after `rows`, those that it reads.
     """
     ids = tokenized(tokenizer, prompt, truncation=False, add_special_tokens=False, verbose=False)["input_ids"]
     length = len(ids) + tokenizer.num_special_tokens_to_add()
@@ -90,9 +82,6 @@ def clean_caption(text: str) -> str:
     return text.strip()
 
 
-# -- conditions -----------------------------------------------------------------------------------------------------------
-
-
 @without_autocast
 def encode_prompt(
     pipe: VisualPipeline, prompt: str | list[str], clean: bool = False, max_sequence_length: int | None = None
@@ -115,8 +104,9 @@ def encode_prompt(
     prompts = [pipe.normalize_prompt(text).text for text in prompts]
     if clean:
         prompts = [clean_caption(text) for text in prompts]
-    given = max_sequence_length
-    rows = pipe.max_caption_tokens if given is None else require_int("max_sequence_length", given, 1)
+    if max_sequence_length is not None:
+        require_int("max_sequence_length", max_sequence_length, 1)
+    rows = max_sequence_length or pipe.max_caption_tokens
     english = getattr(pipe.text_encoder.config, "model_type", None) != "umt5"  # which reads other languages, too
     reasons = [each for text in prompts for each in describe_unread_text(pipe.tokenizer, text, rows, english)]
     for reason in dict.fromkeys(reasons):
@@ -181,41 +171,42 @@ def encode_condition(
 
 
 def _read_features(pipe: VisualPipeline, name: str, prompt: Any, embeds: Any, mask: Any) -> Condition | None:
-    """Validate a prompt, or its features and mask, and return the condition of the latter.
-
-    Args:
-        name: of the argument of the prompt, for error messages.
-    """
+    """Validate a prompt, or its features and mask, and return the condition of the latter; errors give the prompt's `name`."""
     if embeds is None:
         if mask is not None:
             raise ValueError(f"{name}_mask belongs to {name}_embeds, and none are given")
-        if prompt is None:
-            raise ValueError("give a prompt, for example pipe('a red apple')")
         validation.validate_prompts(prompt, name)
         return None
     if not isinstance(embeds, Tensor):
         raise TypeError(f"{name}_embeds must be a tensor, got {type(embeds).__name__}")
     expected = (pipe.max_caption_tokens, pipe.transformer.config.caption_dim)
-    if prompt is not None or embeds.dim() != 3 or tuple(embeds.shape[1:]) != expected:
-        raise ValueError(
-            f"{name}_embeds must be [B, {expected[0]}, {expected[1]}] and come without {name}, "
-            f"got {tuple(embeds.shape)}" + (f" and {name}={prompt!r:.40}" if prompt is not None else "")
-        )
-    embeds, mask = validation.validate_embeds(embeds, mask, name)
-    device = pipe._device_of(pipe.transformer)
-    return Condition(None, embeds.to(device), mask.to(device))
+    if prompt is not None or embeds.dim() != 3 or not len(embeds) or tuple(embeds.shape[1:]) != expected:
+        raise ValueError(f"{name}_embeds must be [B, {expected[0]}, {expected[1]}] without {name}, got {list(embeds.shape)}")
+    if not embeds.is_floating_point() or not embeds.isfinite().all():
+        kind = "NaN or infinite ones" if embeds.is_floating_point() else str(embeds.dtype)
+        raise ValueError(f"{name}_embeds must hold finite floating-point numbers, got {kind}")
+    wanted, device = list(embeds.shape[:2]), pipe._device_of(pipe.transformer)
+    try:
+        given = torch.ones(wanted) if mask is None else torch.as_tensor(mask)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name}_mask must be {wanted}, 1 where valid, got {short_repr(mask)}") from error
+    if list(given.shape) != wanted:
+        raise ValueError(f"{name}_mask must be {wanted}, got {list(given.shape)}")
+    if not ((given == 0) | (given == 1)).all():
+        raise ValueError(f"{name}_mask must hold 1 where a row is valid and 0 elsewhere, got other values")
+    return Condition(None, embeds.to(device), given.bool().to(device))
 
 
-def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Any, count: int) -> list[str]:
-    """Return the texts for the scorer, `count` for each row of the condition: normalized prompts, or class names."""
+def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Any) -> list[str]:
+    """Return the text for the scorer of each row of the condition: normalized prompts, or class names."""
     if pipe.is_class_conditional:
         names, labels = pipe.class_names, condition.class_labels.tolist()
         if any(label not in names for label in labels):
             raise ValueError("scorer needs words, and this model's classes have no names (id2label)")
-        return [names[label].split(",")[0] for label in labels for _ in range(count)]
+        return [names[label].split(",")[0] for label in labels]
     if prompt is None:
         raise ValueError("scorer needs words: give a prompt, not prompt_embeds")
-    return [pipe.normalize_prompt(text).text for text in validation.validate_prompts(prompt) for _ in range(count)]
+    return [pipe.normalize_prompt(text).text for text in validation.validate_prompts(prompt)]
 
 
 # A model that was trained with names, such as "grinning cat" for "😺", has a table of them in its folder.
@@ -249,9 +240,7 @@ class PromptNames:
             raise ValueError(f"prompt_names must map characters to names, got {short_repr(names)}")
         for typed, name in names.items():
             if not (isinstance(typed, str) and isinstance(name, str) and typed and name.strip() and not typed.isascii()):
-                raise ValueError(
-                    f"prompt_names must map characters that are not ASCII to names, got {short_repr({typed: name})}"
-                )
+                raise ValueError(f"prompt_names must map characters beyond ASCII to names, got {short_repr({typed: name})}")
         self.names = dict(names)
 
     @classmethod
@@ -284,29 +273,21 @@ class PromptNames:
 
     def apply(self, text: str) -> NormalizedPrompt:
         """Replace sequences in `text` by their names, longest match first."""
-        found: dict[str, str] = {}
-        result, end = "", 0
-        for match in self._pattern.finditer(text):
-            between = text[end : match.start()]
-            if found and not between.strip():  # consecutive names are separated by a comma only
-                result += ", "
-            else:
-                result += " " * (bool(found) and between[0].isalnum()) + between + " " * between[-1:].isalnum()
-            found[match[1]] = self._name(match[1])
-            result += found[match[1]]
-            end = match.end()
-        if not found:
-            return NormalizedPrompt(text, {})
-        rest = text[end:]
-        return NormalizedPrompt((result + " " * rest[:1].isalnum() + rest).strip(), found)
+        first, *others = self._pattern.split(text)
+        typed, rests = others[::2], others[1::2]
+        names = {each: self._name(each) for each in typed}
+        result = first + " " * (first[-1:].isalnum() and bool(names))
+        for number, (each, rest) in enumerate(zip(typed, rests, strict=True), 1):
+            is_last = number == len(typed)
+            if is_last or rest.strip():
+                result += names[each] + " " * rest[:1].isalnum() + rest + " " * (rest[-1:].isalnum() and not is_last)
+            else:  # consecutive names are separated by a comma only
+                result += names[each] + ", "
+        return NormalizedPrompt(result.strip() if names else text, names)
 
     def _name(self, typed: str) -> str:
-        """Return the name of a sequence with modifiers."""
+        """Return the name of a sequence with modifiers: with "dark skin tone" or "light and dark skin tones", if it has any."""
         base = typed[0] + "".join(char for char in typed[1:] if char not in _MODIFIERS)
-        tones = tuple(dict.fromkeys(char for char in typed[1:] if char in _TONES))
-        return ", ".join(part for part in (self.names[base], self._skin_tone_text(tones)) if part)
-
-    def _skin_tone_text(self, tones: tuple[str, ...]) -> str:
-        """Return `"dark skin tone"`, `"light and dark skin tones"` or an empty string, in the words of the table."""
-        named = [self.names[tone].removesuffix(_TONE_NAME) for tone in tones if tone in self.names]
-        return " and ".join(named) + _TONE_NAME + "s" * (len(named) > 1) if named else ""
+        tones = dict.fromkeys(char for char in typed[1:] if char in _TONES and char in self.names)
+        named = [self.names[tone].removesuffix(_TONE_NAME) for tone in tones]
+        return self.names[base] + (f", {' and '.join(named)}{_TONE_NAME}{'s' * (len(named) > 1)}" if named else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,8 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import installed_version
-from vargen.decoding import DecodeStats, Sampling, resolve_method
+from vargen.decoding import DecodeStats, resolve_method
 from vargen.image_metadata import model_digest, pixels_digest, tokens_digest
-from vargen.models.guidance import Guidance
 from vargen.pipelines.validation import is_blank
 
 if TYPE_CHECKING:
@@ -84,8 +83,7 @@ class CallRecord:
     Attributes:
         environment: of `describe_environment`.
         model, folder: class of the pipeline, and folder of its model; None if its components come from elsewhere.
-        method, guidance, sampling: of the call.
-        places: device of the generator of each image.
+        request: of the call, without its condition.
         subject: `"prompt"` or `"class_label"`, and one of them or a list, for each of which there are equally many images; None
             for features.
         negative: negative prompts, likewise.
@@ -95,10 +93,7 @@ class CallRecord:
     environment: Mapping[str, Any]
     model: str
     folder: Path | None
-    method: Any
-    guidance: Guidance
-    sampling: Sampling
-    places: Sequence[torch.device]
+    request: ImageRequest
     subject: tuple[str, Any]
     negative: Any
     others: Mapping[str, Any]
@@ -106,29 +101,26 @@ class CallRecord:
     @classmethod
     def make(cls, pipe: VisualPipeline, request: ImageRequest, prompt: Any, negative_prompt: Any, **others: Any) -> CallRecord:
         """Record a call; arguments as the call was given them, None for those that it was not given."""
-        subject, every = ("prompt", copy(prompt)), request.num_candidates
+        subject = ("prompt", copy(prompt))
         if pipe.is_class_conditional:
-            subject = ("class_label", request.condition.class_labels[::every].tolist())
-        return cls(
-            describe_environment(pipe), type(pipe).__name__, pipe.folder, request.method, request.guidance, request.sampling,
-            request.seeds.devices[::every], subject, copy(negative_prompt), others,
-        )  # fmt: skip
+            subject = ("class_label", request.condition.class_labels[:: request.num_candidates].tolist())
+        request = replace(request, condition=None, fixed=None)
+        environment, model = describe_environment(pipe), type(pipe).__name__
+        return cls(environment, model, pipe.folder, request, subject, copy(negative_prompt), others)
 
     def describe(self, number: int, stats: DecodeStats, tokens: Tensor) -> dict[str, Any]:
-        """Return the parameters of image `number`, in plain values.
-
-        Args:
-            stats: of the call. tokens: int64 `[B, N]` of all images.
-        """
+        """Return the parameters of image `number`, in plain values, given statistics and all tokens, int64 `[B, N]`."""
         key, subject = self.subject
         negative = None if is_blank(self.negative) else self.negative
+        request = self.request
+        place = request.seeds.devices[number * request.num_candidates]
         optional = {
             "negative_prompt": _pick(negative, number, len(tokens)),
-            "generator": None if self.places[number].type == "cpu" else str(self.places[number]),
+            "generator": None if place.type == "cpu" else str(place),
             "prompt_embeds": subject is None or None,
             "stopped": stats.stopped or None,
-            "method": None if self._is_known_method() else "your own",
-            "guidance_interval": self.guidance.interval,
+            "method": None if _is_known(request.method) else "your own",
+            "guidance_interval": request.guidance.interval,
             "model_digest": self._model_digest,
             **self.others,
         }
@@ -138,9 +130,9 @@ class CallRecord:
             "tokens_digest": tokens_digest(tokens[number]),
             "model": _model_title(self.folder) if self.folder else self.model,
             **self.environment,
-            "accelerator": self.method.name,
-            "guidance_scale": self.guidance.scale,
-            **{name: getattr(self.sampling, name) for name in _SAMPLING[1:]},
+            "accelerator": request.method.name,
+            "guidance_scale": request.guidance.scale,
+            **{name: getattr(request.sampling, name) for name in _SAMPLING[1:]},
             **{name: value for name, value in optional.items() if value is not None and value is not False},
         }
 
@@ -148,11 +140,13 @@ class CallRecord:
     def _model_digest(self) -> str | None:
         return model_digest(self.folder) if self.folder else None
 
-    def _is_known_method(self) -> bool:
-        try:
-            return resolve_method(self.method.name, self.method.paradigm) == self.method
-        except (ValueError, TypeError):
-            return False
+
+def _is_known(method: Any) -> bool:
+    """Whether its name is enough to make it again."""
+    try:
+        return resolve_method(method.name, method.paradigm) == method
+    except (ValueError, TypeError):
+        return False
 
 
 def _pick(given: Any, number: int, images: int) -> Any:
@@ -187,24 +181,18 @@ def validate_regenerable(parameters: Mapping[str, Any]) -> None:
 
 
 def regenerate(pipe: VisualPipeline, parameters: Mapping[str, Any], original: Image.Image) -> Regeneration:
-    """Generate an image again by the parameters of the original, and compare it.
-
-    Raises:
-        ValueError: for parameters that this pipeline does not take.
-    """
+    """Generate an image again by the parameters of the original, and compare it."""
     validate_regenerable(parameters)
-    subject = {"prompt": parameters.get("prompt"), "negative_prompt": parameters.get("negative_prompt")}
+    names = [*_SAMPLING, "guidance_interval", "clean_prompt"]
+    names += [] if pipe.is_class_conditional else ["prompt", "negative_prompt"]
+    given = {name: parameters[name] for name in names if parameters.get(name) is not None}
     if pipe.is_class_conditional:
         label = parameters.get("class_label", parameters.get("prompt"))
-        subject = {"class_labels": int(label) if isinstance(label, str) and label.isdecimal() else label}
-    sampling = {name: parameters[name] for name in _SAMPLING if parameters.get(name) is not None}
+        given["class_labels"] = int(label) if isinstance(label, str) and label.isdecimal() else label
     if "top_k" in parameters and parameters["top_k"] is None:
-        sampling["top_k"] = pipe.vocab_size
-    more = {name: parameters[name] for name in ("guidance_interval", "clean_prompt") if parameters.get(name) is not None}
+        given["top_k"] = pipe.vocab_size
     result = pipe(
-        **{name: value for name, value in subject.items() if value is not None},
-        **sampling,
-        **more,
+        **given,
         accelerator=parameters.get("accelerator") or pipe.default_method,
         generator=torch.Generator(parameters.get("generator") or "cpu").manual_seed(parameters["seed"]),
         output_type="latent",

@@ -30,14 +30,12 @@ class ImageSeeds(NamedTuple):
 
         The first candidate has the image's own seed. The others have 32-bit seeds from a generator with the image's seed.
         """
-        seeds, noise, devices = [], [], []
-        for seed, own, device in zip(self.seeds, self.noise_seeds.tolist(), self.devices, strict=True):
+        sources = []
+        for seed, device in zip(self.seeds, self.devices, strict=True):
             source = torch.Generator().manual_seed(seed)
             more = [_next_int64(source) % 2**32 for _ in range(count - 1)]
-            seeds += [seed, *more]
-            noise += [own, *(_next_int64(torch.Generator(device).manual_seed(each)) for each in more)]
-            devices += [device] * count
-        return ImageSeeds(seeds, torch.tensor(noise, dtype=torch.int64), devices)
+            sources += [torch.Generator(device).manual_seed(each) for each in (seed, *more)]
+        return resolve_seeds(sources, len(sources))
 
 
 def resolve_seeds(generator: Any, images: int) -> ImageSeeds:
@@ -48,28 +46,21 @@ def resolve_seeds(generator: Any, images: int) -> ImageSeeds:
     rebuilt from a seed, so a new 32-bit seed is sampled from it; this is also the case for the second and later images of a
     single generator.
     """
-    if isinstance(generator, list | tuple):
-        if len(generator) != images:
-            raise ValueError(
-                f"generator is a list of {len(generator)}, but the call generates {images} images (prompts x "
-                "num_images_per_prompt); give one generator per image, or a single one"
-            )
-        sources = list(generator)
-    else:
-        sources = [generator] * images
-    for source in sources:
-        if source is not None and not isinstance(source, torch.Generator):
-            raise TypeError(f"generator must be a torch.Generator, a list of them, or None, got {type(source).__name__}")
-    found = [torch.default_generator if source is None else source for source in sources]
+    if isinstance(generator, list | tuple) and len(generator) != images:
+        raise ValueError(f"generator is a list of {len(generator)} for {images} images (prompts x num_images_per_prompt)")
+    sources = list(generator) if isinstance(generator, list | tuple) else [generator] * images
+    sources = [torch.default_generator if source is None else source for source in sources]
     seeds, noise = [], []
-    for each in found:
+    for each in sources:
+        if not isinstance(each, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator, a list of them, or None, got {type(each).__name__}")
         number, seed = _next_int64(each), each.initial_seed()
         if number != _next_int64(torch.Generator(each.device).manual_seed(seed)):  # not its first number
             seed = number % 2**32  # CPU generators use only the low 32 bits of a seed
             number = _next_int64(torch.Generator(each.device).manual_seed(seed))
         seeds.append(seed)
         noise.append(number)
-    return ImageSeeds(seeds, torch.tensor(noise, dtype=torch.int64), [each.device for each in found])
+    return ImageSeeds(seeds, torch.tensor(noise, dtype=torch.int64), [each.device for each in sources])
 
 
 def _next_int64(source: torch.Generator) -> int:

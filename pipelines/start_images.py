@@ -16,7 +16,8 @@ from torch import Tensor
 from vargen.decoding import VideoMethod
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.images import preprocess_images
-from vargen.values import short_repr
+from vargen.pipelines.loading import inspect_model, open_pipeline
+from vargen.pipelines.videos import streaming_decoder
 
 if TYPE_CHECKING:
     from vargen.pipelines.causal_video import CausalVideoPipeline
@@ -28,11 +29,7 @@ _PREPOSITION = r"(?:on|in|at|to|into|from|over|under|with)\b"  # what is left of
 def remove_motion(prompt: str, motions: Sequence[str]) -> str | None:
     """Return a prompt without its motion, such as "a pizza" for "a quickly bouncing pizza" or "a pizza that bounces".
 
-    Args:
-        motions: phrases for motions, such as "bouncing" and "bounces".
-
-    Returns:
-        None if the prompt contains none of them, or names nothing else.
+    The result is None if it has none of `motions`, phrases such as "bouncing" and "bounces", or names nothing else.
     """
     phrases = "|".join(re.escape(each) for each in sorted(motions, key=len, reverse=True))
     pattern = rf"(?:\b(?:that|which)\s+)?(?:\b{_ADVERB}\s+)?\b(?:{phrases})\b(?:\s+{_ADVERB}\b)?"
@@ -48,51 +45,41 @@ def find_image_model(pipe: Any, name: str | None = None) -> VisualPipeline | Non
     Args:
         pipe: of the videos. name: a packaged model or a folder; None for the one in the model's settings, `"none"` for none.
     """
-    chosen = pipe.setting("image_model") if name is None else name
+    chosen = pipe.settings.image_model if name is None else name
     if chosen in (None, "none"):
         return None
-    if not pipe.setting("image"):
+    if not pipe.settings.image:
         raise ValueError(f"image_model must be left out: {pipe.folder.name} was not trained to start from an image")
-    return _inspect(str(chosen))
-
-
-def open_image_pipe(name: str, device: torch.device) -> VisualPipeline:
-    """Open a model that generates images from prompts; ValueError for another one."""
-    from vargen.pipelines.loading import open_pipeline
-
-    pipe: VisualPipeline = open_pipeline(_inspect(name).folder, device=device)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return _inspect(chosen)
 
 
 def _inspect(name: str) -> VisualPipeline:
-    from vargen.pipelines.loading import inspect_model
-
     found = inspect_model(name)
     if found.fps is not None or found.is_class_conditional:
         raise ValueError(f"image_model must generate images from prompts, got {name}")
     return found
 
 
-class MergedLoRAs:
-    """Networks with a LoRA merged in, each made on first use, and again if its network or LoRA is another one."""
+def open_image_pipe(name: str, device: torch.device) -> VisualPipeline:
+    """Open a model that generates images from prompts; ValueError for another one."""
+    pipe = open_pipeline(_inspect(name).folder, device=device)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
-    def __init__(self) -> None:
-        self._merged: dict[str, tuple[Any, Any, Any]] = {}
 
-    def network(self, name: str, transformer: Any, lora: Any, device: torch.device) -> Any:
-        """Return a network with the LoRA, on a device and in the network's dtype; the network itself if either is None.
+def merge_lora(pipe: CausalVideoPipeline, name: str, lora_name: str) -> Any:
+    """Return a network of a pipeline with a LoRA merged in, on the device of the passes; the network if there is no LoRA.
 
-        Args:
-            name: of the component, such as `"transformer"`.
-        """
-        if transformer is None or lora is None:
-            return transformer
-        *known, merged = self._merged.get(name, (None, None, None))
-        if known[0] is not transformer or known[1] is not lora or (merged.dtype, merged.device) != (transformer.dtype, device):
-            merged = lora.merge(transformer).to(device)
-            self._merged[name] = transformer, lora, merged
-        return merged
+    It is kept until the network or the LoRA is another one.
+    """
+    network, lora, device = getattr(pipe, name), getattr(pipe, lora_name), pipe._device_of(pipe.transformer)
+    if network is None or lora is None:
+        return network
+    *parts, merged = pipe._opened.get(name, (None, None, None))
+    if parts != [network, lora] or (merged.dtype, merged.device) != (network.dtype, device):
+        merged = lora.merge(network).to(device)
+        pipe._opened[name] = network, lora, merged
+    return merged
 
 
 def shrink_images(pixels_BCYX: Tensor, scale: float) -> Tensor:
@@ -115,31 +102,28 @@ def encode_start_image(pipe: CausalVideoPipeline, image: Any, prompt: str | None
     """
     if image is None:
         return []
-    if not pipe.setting("image"):
+    if not pipe.settings.image:
         raise ValueError("image must be left out: this model was not trained to start from one frame")
     if isinstance(image, str):
         image = pipe.named_image_pipe(image)
-    still = None if prompt is None else remove_motion(prompt, pipe.setting("motions") or ())
+    still = None if prompt is None else remove_motion(prompt, pipe.settings.motions)
     if isinstance(image, VisualPipeline):
         image = _generate(image, pipe, still or prompt, seed)
     pixels = preprocess_images(image, pipe.image_processor, pipe.transformer.geometry.pixel_size, "image")
     if len(pixels) != 1:
         raise ValueError(f"image must be one image, got {len(pixels)}")
-    if still is not None and (scale := pipe.setting("image_scale")) < 1:
+    if still is not None and (scale := pipe.settings.image_scale) < 1:
         pixels = shrink_images(pixels, scale)
-    decoder: Any = pipe.streaming_decoder()
-    frames = 1 + (pipe.setting("image_frames") - 1) * pipe.transformer.geometry.temporal_stride
+    decoder: Any = streaming_decoder(pipe.vae)
+    frames = 1 + (pipe.settings.image_frames - 1) * pipe.transformer.geometry.temporal_stride
     return [decoder.encode(pixels[None].repeat(1, frames, 1, 1, 1).to(pipe._device_of(pipe.vae)))]
 
 
 def _generate(image_pipe: VisualPipeline, pipe: CausalVideoPipeline, prompt: str | None, seed: int) -> Any:
     if image_pipe.paradigm == VideoMethod.paradigm or image_pipe.is_class_conditional or prompt is None:
-        raise ValueError(
-            "image must be an image, or a pipeline that generates images from prompts, with a prompt; "
-            f"got {type(image_pipe).__name__} and prompt {short_repr(prompt)}"
-        )
+        raise ValueError(f"image must be an image, or a pipeline of images for a prompt; got {type(image_pipe).__name__}")
     still = pipe.scorer_prompt(prompt)
-    candidates = pipe.setting("image_candidates")
+    candidates = pipe.settings.image_candidates
     scorer = pipe.resolve_frame_scorer().scorer if candidates > 1 else None
     generator = torch.Generator().manual_seed(seed)
     return image_pipe(still, generator=generator, num_candidates=candidates, scorer=scorer).images[0]

@@ -1,4 +1,4 @@
-"""What a pipeline has to do with folders: its components and stored values, opening, saving, trained drafters."""
+"""What a pipeline has to do with folders and devices: its components and stored values, opening, saving, offloading."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from diffusers.image_processor import VaeImageProcessor
 
 from vargen.compat import without_autocast
 from vargen.files import atomic_merge, expand_user
+from vargen.folders.tokenizers import TokenizerFolder
+from vargen.models.storage import find_device, is_offloaded, load_network, require_weights
 from vargen.pipelines import loading
 from vargen.pipelines.families import STORED_VALUES, ModelFamily
-from vargen.pipelines.offloading import OffloadedPipeline
 from vargen.pipelines.prompts import PROMPT_NAMES_FILE, PromptNames
 
 
-class StoredPipeline(OffloadedPipeline, DiffusionPipeline):
+class StoredPipeline(DiffusionPipeline):
     """A pipeline of diffusers whose folders are opened by `vargen.pipelines.loading`.
+
+    Its components may be offloaded by diffusers, or one by one by accelerate.
 
     Attributes:
         family: registration of the family; `register_family` sets it.
@@ -31,22 +34,24 @@ class StoredPipeline(OffloadedPipeline, DiffusionPipeline):
     family: ClassVar[ModelFamily]
     pixel_decoder: ClassVar[str] = "vqvae"
 
+    transformer: Any
     prompt_names: PromptNames | None = None
     folder: Any = None
 
     def _init_calls(self) -> None:
         """Create what calls use beside the components."""
 
-    def _register_components(self, components: Mapping[str, Any], config: Mapping[str, Any], prompt_names: Any) -> None:
-        """Validate and register the components and the values stored with them. This is the body of every `__init__`."""
+    def _register_components(self, prompt_names: Any, **parts: Any) -> None:
+        """Validate and register components and the values stored with them, by name. This is the body of every `__init__`."""
+        values = {name: parts.pop(name) for name in STORED_VALUES if name in parts}
         known = self.family.components
-        if unknown := {name for name, component in components.items() if component is not None} - known.keys():
+        if unknown := {name for name, component in parts.items() if component is not None} - known.keys():
             raise TypeError(f"{min(unknown)} is no component of a {type(self).__name__}: {', '.join(known)}")
-        components = {name: components.get(name) for name in known}
-        self.family.check({name: getattr(component, "config", None) for name, component in components.items()}, **config)
+        parts = {name: parts.get(name) for name in known}
+        self.family.check({name: getattr(part, "config", None) for name, part in parts.items()}, **values)
         super().__init__()
-        self.register_modules(**components)
-        self.register_to_config(**config)
+        self.register_modules(**parts)
+        self.register_to_config(**values)
         self.prompt_names = PromptNames(prompt_names) if isinstance(prompt_names, dict) else prompt_names
         # A pipeline loaded without networks can still encode prompts.
         factor = getattr(getattr(self, self.pixel_decoder), "downsampling", 8)
@@ -77,17 +82,14 @@ class StoredPipeline(OffloadedPipeline, DiffusionPipeline):
                 and `revision` of the hub.
 
         Raises:
-            ValueError: before any weight is loaded, for invalid dtypes, an unknown name, a folder without `model_index.json`,
-                or a component that is missing, damaged or does not match the others.
-            TypeError: for an unknown argument.
+            ValueError, TypeError: before any weight is loaded, for invalid arguments or folders.
             MemoryError: if the weights do not fit in memory; the message reports their size in bytes.
         """
         if dtype is not None and torch_dtype is not None:
             raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
         model = loading.read_model_folder(pretrained_model_name_or_path, cls.family, kwargs)
-        names = kwargs["prompt_names"] if "prompt_names" in kwargs else loading.load_prompt_names(model)
         parts = loading.load_components(model, torch_dtype if dtype is None else dtype, quantization, kwargs)
-        pipe = cls._from_folder(model, parts, names)
+        pipe = cls._from_folder(model, parts)
         if any(kwargs.get(name) is not None for name in cls.family.components):
             pipe.folder = None  # which does not describe it
         return pipe
@@ -95,24 +97,22 @@ class StoredPipeline(OffloadedPipeline, DiffusionPipeline):
     @classmethod
     def inspect(cls, folder: Path) -> Self:
         """Return the pipeline of a folder without weights; see `vargen.pipelines.loading.inspect_model`."""
-        model = loading.read_model_folder(folder, cls.family)
-        return cls._from_folder(model, loading.make_components(model), loading.load_prompt_names(model))
+        model = loading.read_model_folder(folder, cls.family, {})
+        parts = {
+            part: each.load() if isinstance(each, TokenizerFolder) else each.network for part, each in model.stored.items()
+        }
+        return cls._from_folder(model, parts)
 
     @classmethod
-    def _from_folder(cls, model: loading.ModelFolder, parts: Mapping[str, Any], prompt_names: Any) -> Self:
-        pipe = cls(**parts, **model.values, prompt_names=prompt_names)
+    def _from_folder(cls, model: loading.ModelFolder, parts: Mapping[str, Any]) -> Self:
+        pipe = cls(**parts, **model.values)
         pipe.register_to_config(_name_or_path=str(model.path))
         pipe.folder = model.path
         return pipe
 
     @classmethod
     def from_pipe(cls, pipeline: DiffusionPipeline, **changed: Any) -> Self:
-        """Return a pipeline that shares the components of another, and the values stored with them.
-
-        Args:
-            pipeline: of the same class.
-            **changed: components and values that replace those of the other.
-        """
+        """Return a pipeline that shares the components of another and the values stored with them, but for `changed` ones."""
         if not isinstance(pipeline, cls):
             raise TypeError(f"pipeline must be a {cls.__name__}, got {type(pipeline).__name__}")
         pipe = cls(**{**pipeline.components, **changed})
@@ -127,7 +127,8 @@ class StoredPipeline(OffloadedPipeline, DiffusionPipeline):
         `type(pipe)(**pipe.components)` generates what `pipe` does.
         """
         values = {name: self.config.get(name) for name in STORED_VALUES} | {"prompt_names": self.prompt_names}
-        return {**super().components, **{name: value for name, value in values.items() if value is not None}}
+        found = {name: getattr(self, name) for name in self.family.components}
+        return {**found, **{name: value for name, value in values.items() if value is not None}}
 
     @classmethod
     def _get_signature_keys(cls, obj: Any) -> tuple[set[str], set[str]]:
@@ -137,15 +138,13 @@ class StoredPipeline(OffloadedPipeline, DiffusionPipeline):
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Write a folder that `from_pretrained` can load. Files are written atomically, and none is written if saving fails.
 
+        A pipeline whose weights are offloaded layer by layer is refused.
+
         Args:
             save_directory: created if missing. Other files in it are kept, except those of a model saved there earlier.
             **kwargs: passed to `DiffusionPipeline.save_pretrained`.
-
-        Raises:
-            ValueError: while weights are offloaded layer by layer.
-            OSError: if the folder cannot be created or written.
         """
-        self.require_weights("saved")
+        self._require_weights("saved")
         folder = expand_user(save_directory, "save_directory")
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", folder.name)
@@ -153,17 +152,15 @@ class StoredPipeline(OffloadedPipeline, DiffusionPipeline):
             super().save_pretrained(str(staged), **kwargs)
             if self.prompt_names is not None:
                 self.prompt_names.save(staged)
-        own = {
-            PROMPT_NAMES_FILE: self.prompt_names,
-            loading.SHARED_FILE: None,
-        }
-        for name in (name for name, value in own.items() if value is None):
-            (folder / name).unlink(missing_ok=True)
+        (folder / loading.SHARED_FILE).unlink(missing_ok=True)
+        if self.prompt_names is None:
+            (folder / PROMPT_NAMES_FILE).unlink(missing_ok=True)
 
     def load_drafter(self, drafter: Any, *others: Any) -> str:
         """Load a network that `vargen train drafter` trained for this model, and use it in later calls.
 
-        It becomes a component of the pipeline: `save_pretrained` writes it and `from_pretrained` restores it.
+        It becomes a part of the pipeline: `save_pretrained` writes it and `from_pretrained` restores it. Folders that hold no
+        such network, damaged files, or a network that does not match the model are refused before any weight is read.
 
         Args:
             drafter: folder of the training run or of the saved network, or the name of a packaged one, such as `"emoji/eagle"`.
@@ -171,13 +168,63 @@ class StoredPipeline(OffloadedPipeline, DiffusionPipeline):
 
         Returns:
             Name of the component of `drafter`, such as `"eagle"`.
-
-        Raises:
-            ValueError: before any weight is read, if a folder holds no such network, damaged files, or if the network
-                does not match the transformer.
         """
+        return next(iter(self._load_drafters(drafter, *others)))
+
+    def _load_drafters(self, *drafters: Any) -> dict[str, Any]:
         if self.transformer is None:
             raise ValueError("this pipeline was loaded without a transformer: there is nothing to draft for")
-        networks, device = loading.load_trained_networks(self, drafter, *others), self._device_of(self.transformer)
-        self.register_modules(**{name: network.to(device) for name, network in networks.items()})
-        return next(iter(networks))
+        family, dtype, device = self.family, self.transformer.dtype, self._device_of(self.transformer)
+        found = dict(loading.resolve_drafter(each, family) for each in drafters)
+        configs = {name: getattr(getattr(self, name), "config", None) for name in family.components}
+        try:
+            family.check(configs | {name: each.config for name, each in found.items()})
+        except ValueError as error:
+            raise ValueError(f"{', '.join(str(each.folder) for each in found.values())}: {error}") from error
+        for each in found.values():
+            codes = each.config.get("codes") and self.vqvae and self.vqvae.quantize.digest()
+            if codes and codes != each.config["codes"]:
+                raise ValueError(f"{each.folder} belongs to another codebook: digest {each.config['codes']}, not {codes}")
+        networks = {
+            name: load_network(each, dtype if family.components[name].follows_dtype else torch.float32).to(device)
+            for name, each in found.items()
+        }
+        self.register_modules(**networks)
+        return networks
+
+    # -- devices ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it is no pipeline of `inspect_model`."""
+        network = self.transformer
+        return network is None or network.device.type != "meta" or is_offloaded(network)
+
+    def _networks(self) -> dict[str, torch.nn.Module]:
+        return {name: part for name, part in self.components.items() if isinstance(part, torch.nn.Module)}
+
+    def _device_of(self, component: Any) -> torch.device:
+        """Device on which a component runs. While it is offloaded, its weights are on another one."""
+        return find_device(component) if is_offloaded(component) else component.device
+
+    @property
+    def _execution_device(self) -> torch.device:
+        """As in diffusers, which overlooks components that are offloaded one by one."""
+        offloaded = next((part for part in self._networks().values() if is_offloaded(part)), None)
+        return super()._execution_device if offloaded is None else find_device(offloaded)
+
+    def _require_weights(self, action: str) -> None:
+        """Raise ValueError naming a component whose weights are elsewhere; see `vargen.models.storage.require_weights`."""
+        for name, network in self._networks().items():
+            require_weights(network, action, name)
+
+    def maybe_free_model_hooks(self) -> None:
+        """As in diffusers, which looks at all components even where none is offloaded."""
+        if getattr(self, "_all_hooks", None):
+            super().maybe_free_model_hooks()
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """As in diffusers. While weights are offloaded layer by layer, it is refused: hooks would load them as they were."""
+        self._require_weights("moved or cast")
+        moved: Self = super().to(*args, **kwargs)
+        return moved

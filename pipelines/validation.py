@@ -9,7 +9,6 @@ from typing import Any
 from unicodedata import category
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vargen.decoding import PRESETS, Accelerator, Sampling
@@ -22,6 +21,8 @@ MAX_IMAGES = 1024  # per call; a larger number is a typo or a job for a batch sc
 
 def validate_prompts(prompt: Any, name: str = "prompt") -> list[str]:
     """Return the prompts as a list."""
+    if prompt is None:
+        raise ValueError(f"give a {name}, for example 'a red apple'")
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(prompts, list | tuple):
         raise TypeError(f"{name} must be a string or a list of strings, got {type(prompt).__name__}")
@@ -52,11 +53,9 @@ def validate_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
 
 def resolve_class_labels(class_labels: Any, num_classes: int, id2label: dict[int, str] | None = None) -> list[int]:
     """Return the class numbers as a list; names are looked up in `id2label`."""
-    if isinstance(class_labels, Tensor):
+    if isinstance(class_labels, Tensor | np.ndarray):
         class_labels = class_labels.flatten().tolist()
     labels = [class_labels] if isinstance(class_labels, Integral | str) else class_labels
-    if isinstance(labels, np.ndarray):
-        labels = labels.flatten().tolist()
     if not isinstance(labels, Sequence) or not labels:
         raise TypeError(f"class_labels must be a class number or name, or a list of them, got {short_repr(class_labels)}")
     return [_class_number(label, num_classes, id2label or {}) for label in labels]
@@ -75,37 +74,13 @@ def _class_number(label: Any, num_classes: int, id2label: dict[int, str]) -> int
     return require_int("class label", label, 0, num_classes - 1)
 
 
-def validate_num_images(num_images_per_prompt: Any, prompts: int) -> int:
+def validate_num_images(num_images_per_prompt: Any, prompts: int, candidates: int = 1) -> int:
     """Return the count as an int. Raises ValueError if it is below 1 or the call would exceed `MAX_IMAGES` images."""
     count = require_int("num_images_per_prompt", num_images_per_prompt, 1)
-    if count * prompts > MAX_IMAGES:
-        raise ValueError(
-            f"one call makes at most {MAX_IMAGES} images, got {prompts} prompts x {short_repr(count)}; split the call"
-        )
+    if count * prompts * candidates > MAX_IMAGES:
+        found = f"{prompts} prompts x {short_repr(count)}" + (f" x {candidates} candidates" if candidates > 1 else "")
+        raise ValueError(f"one call generates at most {MAX_IMAGES} images, got {found}; split the call")
     return count
-
-
-def validate_embeds(embeds: Tensor, mask: Any, name: str) -> tuple[Tensor, Tensor]:
-    """Return caption features `[B, P, C]` and their mask as bool `[B, P]`. Without a mask all features are valid."""
-    if not len(embeds):
-        raise ValueError(f"{name}_embeds must hold at least one row, got {list(embeds.shape)}")
-    if not embeds.is_floating_point() or not embeds.isfinite().all():
-        kind = "NaN or infinite ones" if embeds.is_floating_point() else str(embeds.dtype)
-        raise ValueError(f"{name}_embeds must hold finite floating-point numbers, got {kind}")
-    wanted = list(embeds.shape[:2])
-    if mask is None:
-        return embeds, torch.ones(wanted, dtype=torch.bool)
-    try:
-        given = torch.as_tensor(mask)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{name}_mask must be a tensor {wanted} or nested lists, 1 where valid, got {short_repr(mask)}"
-        ) from error
-    if list(given.shape) != wanted:
-        raise ValueError(f"{name}_mask must be {wanted}, got {list(given.shape)}")
-    if not ((given == 0) | (given == 1)).all():
-        raise ValueError(f"{name}_mask must hold 1 where a row is valid and 0 elsewhere, got other values")
-    return embeds, given.bool()
 
 
 def wants_stop(answer: Any) -> bool:
@@ -113,10 +88,7 @@ def wants_stop(answer: Any) -> bool:
     if answer is None:
         return False
     if not isinstance(answer, Mapping):
-        raise TypeError(
-            "callback_on_step_end must return None or a dictionary, such as the one it was given or {'stop': True}, "
-            f"got {short_repr(answer)}"
-        )
+        raise TypeError(f"callback_on_step_end must return None or a dict such as {{'stop': True}}, got {short_repr(answer)}")
     return bool(answer.get("stop", False))
 
 
@@ -157,9 +129,5 @@ def validate_draft_size(method: Accelerator, tokens: int) -> None:
 def _draft_sizes(drafter: Any, tokens: int) -> dict[str, tuple[int, int]]:
     """Return the sizes of drafts that a grid limits, by the name of the setting, each with its maximum."""
     depth = getattr(getattr(drafter, "shape", drafter), "depth", None)
-    sizes = {
-        "window": (getattr(drafter, "window", None), tokens),
-        "length": (getattr(drafter, "length", None), tokens - 1),
-        "depth": (depth, tokens - 1),
-    }
-    return {name: (size, most) for name, (size, most) in sizes.items() if isinstance(size, int)}
+    sizes = {"window": getattr(drafter, "window", None), "length": getattr(drafter, "length", None), "depth": depth}
+    return {name: (size, tokens - (name != "window")) for name, size in sizes.items() if isinstance(size, int)}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import replace
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -13,31 +12,24 @@ from torch import Tensor
 
 from vargen.compat import without_autocast
 from vargen.convert.var import DEFAULTS, convert_var
-from vargen.decoding import DecodeOutput, ScaleSchedule
 from vargen.models.guidance import Guidance, to_guidance
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleQuantizer, MultiScaleVQModel
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.models.var.decoding import VARScaleModel
 from vargen.models.var.network import SCALES, VARTransformer, official_config
-from vargen.pipelines import validation
-from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
-from vargen.pipelines.generation import ImageRequest, generate_tokens, select_candidates
+from vargen.pipelines.generation import ImagePipeline
 from vargen.pipelines.images import (
     FixedTokens,
-    ImagePipelineOutput,
     InpaintSource,
-    KeptTokens,
     decode_pixels,
     preprocess_images,
     validate_decode_arguments,
-    validate_source,
 )
-from vargen.pipelines.prompts import PromptNames, scorer_prompts
-from vargen.pipelines.regeneration import CallRecord
+from vargen.pipelines.prompts import PromptNames
 
 
-class VARPipeline(VisualPipeline):
+class VARPipeline(ImagePipeline):
     """Text or class to image, scale by scale, with VAR (Tian et al. 2024).
 
     Example:
@@ -51,16 +43,17 @@ class VARPipeline(VisualPipeline):
         text_encoder, tokenizer: encoder of prompts (`condition="text"` only).
         draft_transformer: a smaller transformer with the same tokens and conditions, for `accelerator="code"` and others.
         id2label, defaults, prompt_styles, prompt_names: as in `LlamaGenPipeline`.
-
-    Raises:
-        ValueError: for components that do not match each other, or class names or defaults that are not valid.
     """
 
     paradigm: ClassVar[str] = "next-scale"
-    output_class: ClassVar[Any] = ImagePipelineOutput
+    own_arguments: ClassVar[tuple[str, ...]] = ("image", "mask_image", "strength")
     baseline: ClassVar[str] = "plain"
     default_method: ClassVar[str] = "plain"
     usual_sampling: ClassVar[dict[str, Any]] = DEFAULTS
+
+    image_size: Any = property(attrgetter("vqvae.image_size"))
+    codebook: Any = property(attrgetter("vqvae.codebook"))
+    max_caption_tokens: Any = property(attrgetter("transformer.config.caption_rows"))
 
     def __init__(
         self,
@@ -74,14 +67,10 @@ class VARPipeline(VisualPipeline):
         prompt_styles: list[str] | None = None,
         prompt_names: PromptNames | dict[str, str] | None = None,
     ):
-        components = {
-            "vqvae": vqvae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
-            "draft_transformer": draft_transformer,
-        }  # fmt: skip
-        values = {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}
-        self._register_components(components, values, prompt_names)
-
-    # -- properties -----------------------------------------------------------------------------------------------------
+        self._register_components(
+            prompt_names, id2label=id2label, defaults=defaults, prompt_styles=prompt_styles, vqvae=vqvae,
+            transformer=transformer, text_encoder=text_encoder, tokenizer=tokenizer, draft_transformer=draft_transformer,
+        )  # fmt: skip
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
@@ -91,141 +80,11 @@ class VARPipeline(VisualPipeline):
     def num_baseline_passes(self) -> int:
         return len(self.transformer.scales)
 
-    @property
-    def image_size(self) -> int:
-        return self.vqvae.image_size
-
-    @property
-    def codebook(self) -> Tensor:
-        return self.vqvae.codebook
-
-    @property
-    def max_caption_tokens(self) -> int:
-        return self.transformer.config.caption_rows
-
-    # -- the call -----------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    @without_autocast
-    def __call__(
-        self,
-        prompt: str | list[str] | None = None,
-        *,
-        image: Any = None,
-        mask_image: Any = None,
-        strength: float | None = None,
-        class_labels: int | str | list[int | str] | Tensor | None = None,
-        num_images_per_prompt: int = 1,
-        batch_size: int | None = None,
-        num_candidates: int = 1,
-        scorer: Any = None,
-        guidance_scale: float | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        negative_prompt: str | list[str] | None = None,
-        accelerator: str | ScaleSchedule = "plain",
-        generator: torch.Generator | list[torch.Generator] | None = None,
-        prompt_embeds: Tensor | None = None,
-        prompt_mask: Tensor | None = None,
-        negative_prompt_embeds: Tensor | None = None,
-        negative_prompt_mask: Tensor | None = None,
-        output_type: str = "pil",
-        return_dict: bool = True,
-        callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None] | None = None,
-        callback_on_step_end_tensor_inputs: list[str] | None = None,
-        clean_prompt: bool = False,
-    ) -> ImagePipelineOutput | tuple[Any]:
-        """Generate images.
-
-        Args:
-            prompt: one prompt or several (`condition="text"`).
-            image: source of a variation or, with `mask_image`, of inpainting: a PIL image, or a tensor `[N, 3, Y, X]`, float in
-                [0, 1] or uint8. It must have the model's size. One for all prompts, or one per prompt.
-            mask_image: white, 1 or True in the area to inpaint, or transparent if parts of the mask are; PIL images, bool,
-                uint8, or numbers in [0, 1], of the size of the image. See `vargen.pipelines.images.read_mask`. Pixels outside
-                of it are those of `image`, but for a narrow transition at its border.
-            strength: fraction of the scales to regenerate, from the finest down, in [0, 1]. Default: 0.8, and 1 with a mask.
-            class_labels, num_images_per_prompt, num_candidates, scorer, negative_prompt: as in `LlamaGenPipeline`.
-            batch_size: maximum number of images to generate at a time; None generates all at once. Passes of scales differ in
-                shape, so that images start together: a list is generated batch by batch, in order.
-            guidance_scale: scale of classifier-free guidance, at least 0; 1 disables it. Guidance grows linearly over the
-                scales from none at the first to this value at the last. The official `cfg` is this value minus 1. None: the
-                checkpoint's default; so for `temperature`, `top_k` and `top_p`.
-            accelerator: name of a preset (`vargen info presets` lists them), or a `ScaleSchedule`.
-            generator, prompt_embeds, prompt_mask, negative_prompt_embeds, negative_prompt_mask: as in `LlamaGenPipeline`.
-            output_type, return_dict, clean_prompt: as in `LlamaGenPipeline`.
-            callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass;
-                `pipe.preview(tokens, tokens_drawn)` returns the partial image.
-                Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the call with the tokens generated so far.
-
-        Raises:
-            ValueError, TypeError, NonFiniteLogitsError, NonFinitePixelsError, NonFiniteScoreError: as in `LlamaGenPipeline`.
-        """
-        scorer = self.check_inputs(
-            output_type, callback_on_step_end, callback_on_step_end_tensor_inputs, num_candidates, scorer, batch_size
-        )
-        method = self.resolve_method(accelerator)
-        self.validate_method(method)
-        source = validate_source(image, mask_image, strength, self.vqvae.image_size, self.image_processor)
-        guidance, sampling = self.resolve_sampling(
-            guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p
-        )
-        num_images_per_prompt = validation.validate_num_images(num_images_per_prompt, 1)
-        condition, num_prompts = self.encode_condition(
-            prompt,
-            class_labels=class_labels,
-            prompt_embeds=prompt_embeds,
-            prompt_mask=prompt_mask,
-            negative_prompt=negative_prompt,
-            negative_prompt_embeds=negative_prompt_embeds,
-            negative_prompt_mask=negative_prompt_mask,
-            clean_prompt=clean_prompt,
-        )
-        texts = () if scorer is None else scorer_prompts(self, prompt, condition, num_images_per_prompt)
-        request = ImageRequest.build(
-            method,
-            condition,
-            num_prompts,
-            guidance,
-            sampling,
-            num_images_per_prompt=num_images_per_prompt,
-            num_candidates=num_candidates,
-            generator=generator,
-            batch_size=batch_size,
-        )
-        if source is not None:
-            request = replace(request, fixed=self._encode_source(source, num_prompts, len(request.seeds.seeds)))
-        with self._engines.freed_without_memory():
-            result = generate_tokens(self, request, callback_on_step_end)
-            if scorer is not None:
-                result = select_candidates(self, result, request, scorer, texts)
-            length = result.length if result.stats.stopped else None
-            masked = source if source is not None and source.mask is not None and output_type != "latent" else None
-            images = self.decode_tokens(result.tokens, length, output_type if masked is None else "pt")
-            if masked is not None:
-                images = self.image_processor.postprocess(2 * masked.blend(images) - 1, output_type=output_type)
-        self.maybe_free_model_hooks()
-        if not return_dict:
-            return (images,)
-        output = self.output_class(images, result.stats, result.tokens)
-        output._call = CallRecord.make(
-            self, request, prompt, negative_prompt,
-            clean_prompt=clean_prompt, negative_prompt_embeds=negative_prompt_embeds is not None,
-            image=image is not None, mask=mask_image is not None, strength=source and source.strength,
-        )  # fmt: skip
-        return output
-
-    def _decode(self, request: ImageRequest, callback: Any) -> DecodeOutput:
-        return self._engines.decode_scales(self, request, callback, request.fixed or FixedTokens([], None))
-
     def decoding_model(self, guidance: Guidance | float = 1.0) -> VARScaleModel:
         """Return the adapter of the transformer and its draft model for `vargen.decoding.decode_scales`."""
         guidance, quantizer, device = to_guidance(guidance), self._quantizer(), self._device_of(self.transformer)
         draft = self.draft_transformer and VARScaleModel(self.draft_transformer, quantizer, guidance, device=device)
         return VARScaleModel(self.transformer, quantizer, guidance, draft_model=draft, device=device)
-
-    # -- images -------------------------------------------------------------------------------------------------------
 
     def _quantizer(self) -> MultiScaleQuantizer:
         """Return the quantizer on the device of the passes; a (small) copy while the tokenizer is offloaded."""
@@ -234,19 +93,15 @@ class VARPipeline(VisualPipeline):
         return own if weight.is_meta or weight.device == device else copy.deepcopy(own).to(device)
 
     def _encode_source(self, source: InpaintSource, num_prompts: int, images: int) -> FixedTokens:
-        """Encode source images to the tokens that are not regenerated, one row per image."""
         if len(source.pixels) not in (1, num_prompts):
-            raise ValueError(
-                f"image must be one, or one for each of {num_prompts} prompts or classes; got {len(source.pixels)}"
-            )
+            raise ValueError(f"image must be one, or one for each of {num_prompts} prompts, got {len(source.pixels)}")
 
         def per_image(part: Tensor) -> Tensor:
             return part.expand(num_prompts, *part.shape[1:]).repeat_interleave(images // num_prompts, dim=0)
 
         latent, quantizer = per_image(self._encode_latent(source.pixels)), self._quantizer()
-        kept = None if source.mask is None else KeptTokens.build(quantizer, latent, per_image(source.mask))
-        tokens = quantizer.quantize(latent)
-        return FixedTokens([part.flatten(1) for part in tokens[: source.num_kept_scales(len(tokens))]], kept)
+        mask = None if source.mask is None else per_image(source.mask)
+        return FixedTokens.build(quantizer, latent, mask, source.num_kept_scales(len(quantizer.scales)))
 
     @torch.no_grad()
     @without_autocast
@@ -296,10 +151,7 @@ class VARPipeline(VisualPipeline):
     @torch.no_grad()
     @without_autocast
     def encode_image(self, images: Any) -> Tensor:
-        """Encode PIL images or a tensor `[B, 3, Y, X]` (float in [0, 1], or uint8) to tokens int64 `[B, L]` of all scales.
-
-        Scales are ordered from coarse to fine. Images are resized to the model's size.
-        """
+        """Encode images to tokens int64 `[B, L]` of all scales, from coarse to fine; see `LlamaGenPipeline.encode_image`."""
         latent = self._encode_latent(preprocess_images(images, self.image_processor, self.vqvae.image_size))
         return torch.cat([tokens.flatten(1) for tokens in self._quantizer().quantize(latent)], dim=1)
 

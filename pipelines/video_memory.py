@@ -14,10 +14,7 @@ _LARGE = 2**30  # bytes of an encoder that leaves the device; UMT5 has 11 GB in 
 
 @contextmanager
 def on_device(encoder: Any, device: torch.device) -> Iterator[None]:
-    """Move a large text encoder to a device for the duration of the block, and to the CPU afterwards.
-
-    Smaller ones stay where they are, as do those that diffusers offloads.
-    """
+    """Move a large text encoder, unless diffusers offloads it, to a device for the duration of the block, then to the CPU."""
     here = device.type == "cpu" or encoder is None or hasattr(encoder, "_hf_hook")
     moves = not here and weight_bytes(encoder) > _LARGE
     if moves:
@@ -53,32 +50,26 @@ class MemoryPrediction:
         return sum(self.weights.values()) + sum(self.caches.values())
 
 
-def predict_memory(pipe: Any, dtype: torch.dtype, num_blocks: int | None = None, window: int | None = None) -> MemoryPrediction:
-    """Predict the memory of a model from its configuration; no weight is read.
+def predict_memory(pipe: Any, dtype: torch.dtype) -> MemoryPrediction:
+    """Predict the memory of a model, for a video of default length, from its configuration; no weight is read.
 
     Args:
         pipe: its pipeline without weights, of `vargen.pipelines.loading.inspect_model`.
         dtype: of the components that follow it.
-        num_blocks, window: of a video, as in a call. Default: the checkpoint's.
     """
-    networks: dict[str, Any] = {part: each for part, each in pipe.components.items() if isinstance(each, torch.nn.Module)}
     weights = {}
-    for part, network in networks.items():
-        component = pipe.family.components.get(part)  # none of an image language model
-        follows = component is None or component.follows(type(network).__name__)
+    for part, network in pipe._networks().items():
+        follows = pipe.family.components[part].follows(type(network).__name__)
         quantized = getattr(network.config, "quantization", None) is not None
         weights[part] = weight_bytes(network, dtype if follows and not quantized else None)
     if pipe.fps is None:
         return MemoryPrediction(weights, {})
-    blocks = pipe.setting("num_blocks") if num_blocks is None else num_blocks
-    window = pipe.setting("window") if window is None else window
-    rows = 1 if float(pipe.setting("guidance")) == 1 else 2  # guidance has a second row
-    caches: dict[str, int] = {}
+    settings, caches = pipe.settings, {}
+    rows = 1 if settings.guidance == 1 else 2  # guidance has a second row
     for part in ("transformer", "draft_transformer"):  # a transformer that drafts for itself has one cache
-        if part in networks:
-            network = networks[part]
-            geometry, text = network.geometry, network.config.text_len or pipe.setting("caption_rows")
-            frames = blocks * geometry.block_frames if window is None else window
+        if (network := getattr(pipe, part)) is not None:
+            geometry, text = network.geometry, network.config.text_len or settings.caption_rows
+            frames = settings.num_blocks * geometry.block_frames if settings.window is None else settings.window
             held = frames * geometry.frame_tokens + text
             caches[part] = 2 * network.config.num_layers * rows * held * network.config.dim * dtype.itemsize
     return MemoryPrediction(weights, caches)

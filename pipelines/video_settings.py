@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, fields
 from html import unescape
 from itertools import pairwise
 from types import SimpleNamespace
@@ -14,102 +15,80 @@ from vargen.decoding.video.denoising import SHIFT, STEPS, TIMESTEPS, shifted_lev
 from vargen.decoding.video.policies import validate_threshold
 from vargen.folders.networks import require_equal
 from vargen.models.causal_video.network import geometry_from_config
-from vargen.values import parse_float, parse_int, short_repr
-
-# Settings that `defaults` may contain, with the values used otherwise.
-DEFAULT_SETTINGS: dict[str, Any] = {
-    "levels": None,  # noise levels of the steps; None: those of `steps`
-    "steps": STEPS,  # timesteps before warping
-    "shift": SHIFT,  # of the warp; 1 for none
-    "draft_steps": None,  # timesteps of the drafting model; None: the target's steps
-    "euler": False,  # integrate the velocity instead of adding fresh noise to each estimate
-    "guidance": 1.0,
-    "num_blocks": 8,
-    "tau": None,  # None: the method's
-    "window": None,
-    "sinks": 0,
-    "caption_rows": 64,
-    "scored_frames": None,  # frames of a drafted block to score; None: all
-    "image": True,  # whether videos may start from an image
-    "image_frames": 1,  # number of latent frames that show the start image
-    "image_scale": 1.0,  # size of the start image relative to the frame, if the prompt has one of `motions`: room to move
-    "image_candidates": 1,  # number of images that an image model generates, of which the best one is the start image
-    "image_model": None,  # packaged model that generates start images, unless a user asks for another
-    "motions": None,  # phrases that ask for a motion, such as "bouncing", which a start image is generated without
-    "prompt_cleaning": None,  # "whitespace": as Wan's text encoder was trained
-}
-_LIMITS = {  # minimum and maximum
-    "num_blocks": (1, 100_000),
-    "window": (1, 1_000_000),
-    "sinks": (0, 1_000_000),
-    "caption_rows": (1, 65_536),
-    "scored_frames": (1, 1024),
-    "image_frames": (1, 64),
-    "image_candidates": (1, 64),
-}
-_MAX_SHIFT = 100.0
+from vargen.values import number_field, parse_float, short_repr, validate_fields
 
 
-def resolve_setting(defaults: Mapping[str, Any] | None, name: str) -> Any:
-    """Return a checkpoint's value of a setting, else the one in `DEFAULT_SETTINGS`."""
-    value = (defaults or {}).get(name)
-    return DEFAULT_SETTINGS[name] if value is None else value
+@dataclass(frozen=True)
+class VideoSettings:
+    """Settings that the `defaults` of a checkpoint may contain, with the values used otherwise."""
 
+    levels: Sequence[float] | None = None  # noise levels of the steps; None: those of `steps`
+    steps: Sequence[float] = STEPS  # timesteps before warping
+    shift: float = number_field(SHIFT, 0, 100, open_below=True)  # of the warp; 1 for none
+    draft_steps: Sequence[float] | None = None  # timesteps of the drafting model; None: the target's steps
+    euler: bool = False  # integrate the velocity instead of adding fresh noise to each estimate
+    guidance: float = number_field(1.0, 0)
+    num_blocks: int = number_field(8, 1, 100_000, is_integer=True)
+    tau: float | None = None  # None: the method's
+    window: int | None = number_field(None, 1, 1_000_000, is_integer=True, optional=True)
+    sinks: int = number_field(0, 0, 1_000_000, is_integer=True)
+    caption_rows: int = number_field(64, 1, 65_536, is_integer=True)
+    scored_frames: int | None = number_field(None, 1, 1024, is_integer=True, optional=True)  # of a drafted block; None: all
+    image: bool = True  # whether videos may start from an image
+    image_frames: int = number_field(1, 1, 64, is_integer=True)  # number of latent frames that show the start image
+    # Size of the start image relative to the frame, if the prompt has one of `motions`: room to move.
+    image_scale: float = number_field(1.0, 0, 1, open_below=True)
+    # Number of images that an image model generates, of which the best one is the start image.
+    image_candidates: int = number_field(1, 1, 64, is_integer=True)
+    image_model: str | None = None  # packaged model that generates start images, unless a user asks for another
+    motions: Sequence[str] = ()  # phrases that ask for a motion, such as "bouncing", which a start image is generated without
+    prompt_cleaning: str | None = None  # "whitespace": as Wan's text encoder was trained
 
-def resolve_levels(defaults: Mapping[str, Any] | None, draft: bool = False) -> tuple[float, ...]:
-    """Return the noise levels of a checkpoint's steps, for the target or for the drafting model."""
-    steps = resolve_setting(defaults, "draft_steps") if draft else None
-    levels = resolve_setting(defaults, "levels")
-    if steps is None and levels is not None:
-        return tuple(levels)
-    return shifted_levels(steps or resolve_setting(defaults, "steps"), resolve_setting(defaults, "shift"))
+    def __post_init__(self) -> None:
+        validate_fields(self)
+        for name, maximum in (("levels", 1), ("steps", TIMESTEPS), ("draft_steps", TIMESTEPS)):
+            if (given := getattr(self, name)) is not None and not _falls(given, maximum):
+                raise ValueError(f"{name} must fall from at most {maximum} to above 0, got {short_repr(given)}")
+        motions = self.motions
+        if not isinstance(motions, list | tuple) or not all(isinstance(each, str) and each.strip() for each in motions):
+            raise ValueError(f"motions must be a list of phrases, got {short_repr(motions)}")
+        if self.image_model is not None and self.image_model not in (packaged := packaged_models()):
+            raise ValueError(f"image_model must be one of {', '.join(packaged)}, got {short_repr(self.image_model)}")
+        if self.prompt_cleaning not in (None, "whitespace"):
+            raise ValueError(f"prompt_cleaning must be 'whitespace' or null, got {short_repr(self.prompt_cleaning)}")
+        if self.tau is not None:
+            validate_threshold(self.tau)
 
+    @classmethod
+    def read(cls, defaults: Any, transformer: Any = None) -> VideoSettings:
+        """Return the settings of a checkpoint; None selects the usual value. Raises ValueError for an invalid one."""
+        known = [each.name for each in fields(cls)]
+        if defaults is not None and (not isinstance(defaults, dict) or any(name not in known for name in defaults)):
+            raise ValueError(f"defaults must be a dict of {', '.join(known)}, or None, got {short_repr(defaults)}")
+        try:
+            return cls(**{name: value for name, value in (defaults or {}).items() if value is not None})
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"defaults: {error}") from error
 
-def clean_whitespace(text: str) -> str:
-    """Repair Unicode (with ftfy, if it is installed) and HTML entities, and merge white space, as for Wan's text encoder."""
-    with suppress(ImportError):
-        import ftfy
+    def resolve_levels(self, draft: bool = False) -> tuple[float, ...]:
+        """Return the noise levels of the steps, for the target or for the drafting model."""
+        steps = self.draft_steps if draft else None
+        if steps is None and self.levels is not None:
+            return tuple(self.levels)
+        return shifted_levels(steps or self.steps, self.shift)
 
-        text = ftfy.fix_text(text)
-    return " ".join(unescape(unescape(text)).split())
+    def clean(self, prompt: str) -> str:
+        """Clean a prompt as in the training of Wan's text encoder, if the checkpoint asks for it.
 
+        Unicode is repaired (with ftfy, if it is installed), as are HTML entities, and white space is merged.
+        """
+        if self.prompt_cleaning is None:
+            return prompt
+        with suppress(ImportError):
+            import ftfy
 
-def validate_settings(defaults: Any, transformer: Any = None) -> None:
-    """Raise ValueError unless it is None or a dict of valid settings in `DEFAULT_SETTINGS`."""
-    if defaults is None:
-        return
-    if not isinstance(defaults, dict) or any(name not in DEFAULT_SETTINGS for name in defaults):
-        raise ValueError(f"defaults must be a dict of {', '.join(DEFAULT_SETTINGS)}, or None, got {short_repr(defaults)}")
-    given = {name: value for name, value in defaults.items() if value is not None}
-    for name, maximum in (("levels", 1), ("steps", TIMESTEPS), ("draft_steps", TIMESTEPS)):
-        if name in given and not _falls(given[name], maximum):
-            raise ValueError(f"defaults: {name} must fall from at most {maximum} to above 0, got {short_repr(given[name])}")
-    for name in ("euler", "image"):
-        if not isinstance(given.get(name, False), bool):
-            raise ValueError(f"defaults: {name} must be true or false, got {short_repr(given[name])}")
-    motions = given.get("motions", [])
-    if not isinstance(motions, list | tuple) or not all(isinstance(each, str) and each.strip() for each in motions):
-        raise ValueError(f"defaults: motions must be a list of phrases, got {short_repr(motions)}")
-    if "image_model" in given and given["image_model"] not in (packaged := packaged_models()):
-        raise ValueError(f"defaults: image_model must be one of {', '.join(packaged)}, got {short_repr(given['image_model'])}")
-    guidance, shift = parse_float(given.get("guidance", 1.0)), parse_float(given.get("shift", SHIFT))
-    if guidance is None or guidance < 0:
-        raise ValueError(f"defaults: guidance must be a number of at least 0, got {short_repr(given['guidance'])}")
-    if shift is None or not 0 < shift <= _MAX_SHIFT:
-        raise ValueError(f"defaults: shift must be a number above 0, up to {_MAX_SHIFT:g}, got {short_repr(given['shift'])}")
-    image_scale = parse_float(given.get("image_scale", 1.0))
-    if image_scale is None or not 0 < image_scale <= 1:
-        raise ValueError(f"defaults: image_scale must be a number above 0, up to 1, got {short_repr(given['image_scale'])}")
-    if given.get("prompt_cleaning", "whitespace") != "whitespace":
-        raise ValueError(f"defaults: prompt_cleaning must be 'whitespace' or null, got {short_repr(given['prompt_cleaning'])}")
-    for name, (minimum, maximum) in _LIMITS.items():
-        if name in given and parse_int(given[name], minimum, maximum) is None:
-            allowed = f"a whole number from {minimum} to {maximum}"
-            raise ValueError(f"defaults: {name} must be {allowed}, got {short_repr(given[name])}")
-    try:
-        validate_threshold(given.get("tau", 0.0))
-    except ValueError as error:
-        raise ValueError(f"defaults: {error}") from error
+            prompt = ftfy.fix_text(prompt)
+        return " ".join(unescape(unescape(prompt)).split())
 
 
 def _falls(values: Any, maximum: float) -> bool:
@@ -122,33 +101,26 @@ def _falls(values: Any, maximum: float) -> bool:
 
 
 LORA_SIZE = ("dim", "ffn_dim", "num_layers")  # of a LoRA and its network
+# What two transformers with the same latents have in common.
+LATENT_SIZES = ("channels", "height", "width", "block_frames", "spatial_stride", "temporal_stride", "fps")
+# Settings of VAEs, and those of the transformer that they must equal.
+VAE_SETTINGS = {
+    "latent_channels": "channels",
+    "z_dim": "channels",
+    "scale_factor_spatial": "spatial_stride",
+    "scale_factor_temporal": "temporal_stride",
+}
 
 
 def validate_geometry(configs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the draft transformer, its LoRA and the VAE belong to each other and to the transformer.
-
-    Args:
-        configs: configuration by component, None for a missing one.
-    """
-    geometry = geometry_from_config(SimpleNamespace(**configs["transformer"]))
-    if draft := configs.get("draft_transformer"):
-        other = geometry_from_config(SimpleNamespace(**draft))
-        if not geometry.same_latents(other):
-            raise ValueError(f"draft_transformer and transformer do not belong together: {other} and {geometry}")
+    """Raise ValueError unless the LoRA of the draft transformer and the VAE fit; `configs` are by component."""
     if configs.get("draft_image_lora"):
         for name in LORA_SIZE:
             require_equal(configs, "draft_image_lora", name, "draft_transformer", name)
-    vae = configs.get("vae") or {}
-    strides = {"scale_factor_spatial": geometry.spatial_stride, "scale_factor_temporal": geometry.temporal_stride}
-    for name, stride in strides.items():
-        if vae.get(name, stride) != stride:
-            raise ValueError(f"vae and transformer do not belong together: {name} of vae is {vae[name]}, expected {stride}")
+    geometry, vae = geometry_from_config(SimpleNamespace(**configs["transformer"])), configs.get("vae") or {}
     for name in ("latents_mean", "latents_std"):
         if len(vae.get(name, [0.0] * geometry.channels)) != geometry.channels:
             raise ValueError(f"vae must have {name} for {geometry.channels} channels, got {len(vae[name])} numbers")
     size = vae.get("size")
     if size is not None and (size, size) != geometry.pixel_size:
-        raise ValueError(
-            f"vae and transformer do not belong together: frames of the vae are {size} pixels square, those of the "
-            f"transformer's latents {list(geometry.pixel_size)}"
-        )
+        raise ValueError(f"vae and transformer do not belong together: frames of {size} and {list(geometry.pixel_size)} pixels")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,9 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import without_autocast
-from vargen.decoding import BlockStream, VideoBlock, VideoStats
+from vargen.decoding import BlockStream, VideoBlock
 from vargen.files import atomic_file, expand_user
-from vargen.models.tokenizers.video_vae import DecodeState, StreamingDecoder
+from vargen.models.tokenizers.video_vae import DecodeState, StreamingDecoder, WanStreamingDecoder
 from vargen.mp4 import Mp4Writer, import_av
 from vargen.values import parse_float, short_repr
 
@@ -35,31 +36,29 @@ def validate_video_path(path: Any, name: str = "path") -> Path:
 
 
 def save_video(frames: Any, path: Any, fps: float, comment: str = "") -> Path:
-    """Write a video file atomically. GIF and WebP files loop.
+    """Write a video file atomically: no partial file is left after an error. GIF and WebP files loop, MP4 needs PyAV.
 
     Args:
         frames: PIL images, or numbers in [0, 1] as a NumPy array `[F, Y, X, 3]` or a torch tensor `[F, 3, Y, X]`.
         path: file name that ends in .mp4, .gif or .webp.
         fps: frames per second.
         comment: stored in the file's metadata if the format supports it.
-
-    Raises:
-        ValueError: for no frames, frames of different sizes, an unsupported suffix, or `fps` that is not above 0.
-        ImportError: for .mp4 without PyAV.
-        OSError: if the file cannot be written; no partial file is left then.
     """
     file, rate = validate_video_path(path), parse_float(fps)
     if rate is None or rate <= 0:
         raise ValueError(f"fps must be a number above 0, got {short_repr(fps)}")
     images = _to_pil_frames(frames)
+    options: dict[str, Any] = {"save_all": True, "append_images": images[1:], "loop": 0, "duration": round(1000 / rate)}
     with atomic_file(file) as temporary:
         if file.suffix.lower() == ".mp4":
             writer = Mp4Writer(str(temporary), images[0].size, rate, comment)
             for image in images:
                 writer.add(image)
             writer.close()
+        elif file.suffix.lower() == ".gif":
+            images[0].save(temporary, format="GIF", disposal=2, comment=comment.encode()[:255] or None, **options)
         else:
-            _write_animation(images, temporary, rate, file.suffix.lower(), comment)
+            images[0].save(temporary, format="WEBP", lossless=True, **options)
     return file
 
 
@@ -75,14 +74,6 @@ def _to_pil_frames(frames: Any) -> list[Image.Image]:
     if len({frame.size for frame in frames}) > 1:
         raise ValueError(f"frames must be of one size, got {sorted({frame.size for frame in frames})[:4]}")
     return [frame.convert("RGB") for frame in frames]
-
-
-def _write_animation(images: list[Image.Image], file: Path, fps: float, suffix: str, comment: str) -> None:
-    options: dict[str, Any] = {"save_all": True, "append_images": images[1:], "loop": 0, "duration": round(1000 / fps)}
-    if suffix == ".gif":
-        images[0].save(file, format="GIF", disposal=2, comment=comment.encode()[:255] or None, **options)
-    else:
-        images[0].save(file, format="WEBP", lossless=True, **options)
 
 
 if TYPE_CHECKING:
@@ -113,57 +104,38 @@ class CausalVideoPipelineOutput(BaseOutput):
         return f"<{type(self).__name__}: {len(every)} video{'s' if len(every) != 1 else ''}, {seconds}>"
 
 
-class VideoStream(Iterator[VideoBlock]):
-    """Iterator over the blocks of a video as they are generated; see `CausalVideoPipeline.stream`.
+@dataclass(eq=False, repr=False, kw_only=True)
+class VideoStream(BlockStream):
+    """A `BlockStream` that encodes its prompts itself; see `CausalVideoPipeline.stream`.
 
     Attributes:
+        pipe: encodes prompts.
+        frame_scorer: scores drafts, for methods that need it: an object with `bind`; see `FrameScorer`.
+        prompts: further prompts, by the number of the block from which on each applies.
+        clean_prompt: see `ImagePipeline`.
         fps: frames per second.
-        blocks: total number of blocks.
     """
 
-    def __init__(self, pipe: CausalVideoPipeline, blocks: BlockStream, scorer: Any, prompts: Mapping[int, str], clean: bool):
-        self._pipe, self._blocks, self._scorer, self._clean = pipe, blocks, scorer, clean
-        self._prompts, self._next = dict(prompts), 0
-        self.fps, self.blocks = pipe.transformer.geometry.fps, blocks.blocks
+    pipe: CausalVideoPipeline
+    frame_scorer: Any
+    prompts: Mapping[int, str]
+    clean_prompt: bool
+    fps = property(attrgetter("pipe.fps"))
 
     @torch.no_grad()
     @without_autocast
     def __next__(self) -> VideoBlock:
-        if (prompt := self._prompts.pop(self._next, None)) is not None:
+        if (prompt := self.prompts.get(len(self.stats.blocks))) is not None:
             self.switch_prompt(prompt)
-        block = next(self._blocks)
-        self._next = block.number + 1
-        return block
-
-    @property
-    def stats(self) -> VideoStats:
-        """Statistics of the finished blocks."""
-        return self._blocks.stats
-
-    @property
-    def tau(self) -> float | None:
-        """The current threshold. A new value applies from the next decision on."""
-        return self._blocks.tau
-
-    @tau.setter
-    def tau(self, value: float) -> None:
-        self._blocks.tau = value
+        return super().__next__()
 
     @torch.no_grad()
     @without_autocast
     def switch_prompt(self, prompt: str) -> None:
         """Use another prompt from the next block on, also to score drafts."""
-        condition = self._pipe.encode_video_condition(prompt, None, self._clean)
-        score = None if self._scorer is None else self._scorer.bind(self._pipe.scorer_prompt(prompt))
-        self._blocks.change_prompt(condition, score)
-
-    def cancel(self) -> None:
-        """End the video within one pass. Can be called from any thread."""
-        self._blocks.cancel()
-
-    def close(self) -> None:
-        """Free the memory of a video that is not iterated to its end."""
-        self._blocks.close()
+        condition = self.pipe.encode_video_condition(prompt, None, self.clean_prompt)
+        score = None if self.frame_scorer is None else self.frame_scorer.bind(self.pipe.scorer_prompt(prompt))
+        self.change_prompt(condition, score)
 
 
 @dataclass(frozen=True)
@@ -179,6 +151,11 @@ class _FunctionDecoder:
             got = list(pixels.shape) if isinstance(pixels, Tensor) else short_repr(pixels)
             raise ValueError(f"preview_decoder must return pixels [1, F, 3, Y, X], got {got}")
         return pixels, DecodeState((state or DecodeState()).frames + latents_BFCYX.shape[1])
+
+
+def streaming_decoder(vae: Any) -> StreamingDecoder:
+    """Return the decoder of latents, block by block."""
+    return vae if isinstance(vae, StreamingDecoder) else WanStreamingDecoder(vae)
 
 
 def resolve_preview_decoder(pipe: CausalVideoPipeline, preview_decoder: Any) -> StreamingDecoder | None:

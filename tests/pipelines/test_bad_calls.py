@@ -43,7 +43,7 @@ BAD: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "texts": [
         *((name, {**CAT, **options}) for name, options in OF_IMAGES + OF_TOKENS),
-        ("prompt", {}), ("class_labels", {"class_labels": 3}),
+        ("prompt", {}), ("class_labels", {"class_labels": 3}), ("image", {**CAT, "image": IMAGE}),
         *(("prompt_embeds", {"prompt_embeds": value}) for value in (
             torch.zeros(1, 5, 32), [[0.0]], EMBEDS[:0], EMBEDS.long(), EMBEDS + math.nan)),
         *(("prompt_mask", {"prompt_embeds": EMBEDS, "prompt_mask": value}) for value in (
@@ -60,7 +60,7 @@ BAD: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("scorer", {"prompt_embeds": EMBEDS, "scorer": brightness}),
     ],
     "scales": [
-        *OF_IMAGES, ("mask_image", {"mask_image": BLACK}), ("strength", {"strength": 0.5}),
+        *OF_IMAGES, ("mask_image", {"mask_image": BLACK}), ("strength", {"strength": 0.5}), OF_TOKENS[0],
         *(("strength", {"image": IMAGE, "strength": value}) for value in (1.5, math.nan, True)),
         *(("image", {"image": value}) for value in (Image.new("RGB", (9, 9)), torch.zeros(1, 3, 8, 6), "a.png", [IMAGE] * 3)),
         *(("mask_image", {"image": IMAGE, "mask_image": value}) for value in (

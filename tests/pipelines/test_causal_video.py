@@ -218,12 +218,12 @@ def test_a_full_disk_leaves_the_old_file_as_it_was(tmp_path: Path, suffix: str, 
     file = tmp_path / f"a{suffix}"
     file.write_bytes(b"old")
 
-    def fills_up(*given: Any) -> None:
+    def fills_up(*given: Any, **_: Any) -> None:
         next(Path(each) for each in given if isinstance(each, str | Path)).write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(video_files, "Mp4Writer", fills_up)
-    monkeypatch.setattr(video_files, "_write_animation", fills_up)
+    monkeypatch.setattr(Image.Image, "save", fills_up)
     if suffix == ".mp4":
         pytest.importorskip("av")
     with pytest.raises(OSError, match="No space left"):

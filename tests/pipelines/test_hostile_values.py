@@ -21,7 +21,7 @@ from tiny_language_models import make_chameleon, make_emu3, make_glm, make_janus
 from tiny_models import t5_pipeline, text_var_pipeline
 
 from vargen.compat import installed_version
-from vargen.pipelines.video_settings import DEFAULT_SETTINGS
+from vargen.pipelines.video_settings import VideoSettings
 
 VALUES = (-1, 0, "x", None, math.nan, 10**12, {"a": {"b": [[1]]}})
 SAMPLE = 13  # every how many settings are in `make test`, each with one value
@@ -47,7 +47,7 @@ def save_family(name: str, folder: Path) -> Path:
     if name == "video":
         index = video_folder(folder) / "model_index.json"
         content = json.loads(index.read_text())
-        index.write_text(json.dumps({**content, "defaults": {**DEFAULT_SETTINGS, **content["defaults"]}}))
+        index.write_text(json.dumps({**content, "defaults": {**vars(VideoSettings()), **content["defaults"]}}))
         return index.parent
     if name not in MAKERS:
         make: Any = {"llamagen": drafting_pipeline, "t5": t5_pipeline, "var": text_var_pipeline}[name]

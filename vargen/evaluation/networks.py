@@ -14,7 +14,8 @@ from vargen.models.kv_cache import KVCache
 from vargen.models.quantization import quantize_network, quantize_weights_on_gpu
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.families import ModelFamily
-from vargen.pipelines.loading import list_families, open_pipeline, read_model_folder
+from vargen.pipelines.loading import list_families, open_pipeline, read_index
+from vargen.pipelines.model_names import locate_folder
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def official_sizes() -> dict[str, ModelFamily]:
 def validate_benchmark_model(name: str) -> ModelFamily:
     """Return the family of a model that `open_benchmark_model` can open; reads no weight."""
     sizes = official_sizes()
-    family = sizes[name] if name in sizes else read_model_folder(name).family
+    family = sizes[name] if name in sizes else read_index(locate_folder(name, {}))[1]
     paradigm = family.pipeline.paradigm
     if paradigm not in ("next-token", "next-scale"):
         raise ValueError(f"model must be a next-token or a next-scale one, got {name!r}, a model of {family.name}")

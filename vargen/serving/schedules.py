@@ -317,5 +317,5 @@ def open_schedule(pipe: VisualPipeline, accelerator: Any, slots: int, guidance_s
     method = pipe.resolve_method(pipe.default_method if accelerator is None else accelerator)
     pipe.validate_method(method)
     pipe.set_progress_bar_config(disable=True)
-    kind = JoiningSchedule if pipe.joins_running_batch(method) else BatchSchedule
+    kind = JoiningSchedule if pipe.joins_running_batch else BatchSchedule
     return kind(pipe, method, slots, guidance_scale)
