@@ -16,7 +16,7 @@ from vargen.compat import tokenized, without_autocast
 from vargen.convert.causal_video import convert_causal_video
 from vargen.decoding import VideoMethod
 from vargen.decoding.video.interfaces import BlockProgress
-from vargen.models.causal_video.decoding import BlockRouter, CausalVideoBlockModel, bind_router
+from vargen.models.causal_video.decoding import BlockRouter, CausalVideoBlockModel
 from vargen.models.causal_video.network import CausalVideoLoRA, CausalVideoTransformer
 from vargen.models.guidance import Condition, Guidance
 from vargen.models.tokenizers.video_vae import AutoencoderKLWan, CausalVideoVAE, PreviewDecoder
@@ -31,6 +31,7 @@ from vargen.pipelines.video_settings import LATENT_SIZES, LORA_SIZE, VAE_SETTING
 from vargen.pipelines.videos import (
     CausalVideoPipelineOutput,
     VideoStream,
+    bind_router,
     resolve_preview_decoder,
     save_video,
     stack_videos,

@@ -16,11 +16,13 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import without_autocast
-from vargen.decoding import BlockStream, VideoBlock
+from vargen.decoding import BlockStream, VideoBlock, VideoMethod
+from vargen.decoding.video.interfaces import DraftRouter
 from vargen.files import atomic_file, expand_user
 from vargen.models.tokenizers.video_vae import DecodeState, StreamingDecoder, WanStreamingDecoder
 from vargen.mp4 import Mp4Writer, import_av
 from vargen.values import parse_float, short_repr
+from vargen.weight_files import weights_digest
 
 FORMATS = (".mp4", ".gif", ".webp")
 
@@ -192,3 +194,17 @@ def to_output_frames(block: VideoBlock, output_type: str) -> Tensor:
     if output_type == "latent":
         return block.latents
     return block.frames.mul(255).round().byte().cpu() if output_type == "pil" else block.frames
+
+
+def drafter_digest(pipe: Any, exit_step: int) -> str:
+    """Return the digest of the network that makes the drafts, the same in float32 and bfloat16."""
+    return weights_digest(pipe.transformer if exit_step else pipe.draft_transformer, dtype=torch.bfloat16)
+
+
+def bind_router(pipe: Any, method: VideoMethod) -> DraftRouter | None:
+    """Return the router of a pipeline for a method, or None if the method needs none or there is none."""
+    router = pipe.router
+    if router is None or not method.policy.needs_router:
+        return None
+    router.validate_drafter(drafter_digest(pipe, method.exit_step), method.exit_step)
+    return router.rank

@@ -20,8 +20,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from vargen.files import atomic_file, atomic_merge
-from vargen.models.causal_video.decoding import RANKS, BlockRouter, describe_draft, drafter_digest
+from vargen.models.causal_video.decoding import RANKS, BlockRouter, describe_draft
 from vargen.pipelines.seeds import resolve_seeds
+from vargen.pipelines.videos import drafter_digest
 from vargen.scoring.frames import FrameScorer
 from vargen.training.config import at_least
 from vargen.training.routing_tree import build_routing_tree, later_gains, score_tree

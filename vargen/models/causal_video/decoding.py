@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
@@ -15,13 +14,11 @@ from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, pad
 
 from vargen.decoding.video.denoising import TIMESTEPS, predict_clean
-from vargen.decoding.video.interfaces import BlockModel, DraftRouter, DraftView
-from vargen.decoding.video.policies import VideoMethod
+from vargen.decoding.video.interfaces import BlockModel, DraftView
 from vargen.models.causal_video.cache import TextCache, VideoCache
 from vargen.models.causal_video.network import CausalVideoTransformer
 from vargen.models.guidance import Condition, Guidance, cost_key, to_guidance
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
-from vargen.weight_files import weights_digest
 
 
 @dataclass
@@ -119,20 +116,6 @@ class CausalVideoBlockModel(BlockModel):
             with_prompt, without = velocity.chunk(2)
             velocity = without + self.guidance.scale * (with_prompt - without)
         return predict_clean(noisy, velocity, level)
-
-
-def drafter_digest(pipe: Any, exit_step: int) -> str:
-    """Return the digest of the network that makes the drafts, the same in float32 and bfloat16."""
-    return weights_digest(pipe.transformer if exit_step else pipe.draft_transformer, dtype=torch.bfloat16)
-
-
-def bind_router(pipe: Any, method: VideoMethod) -> DraftRouter | None:
-    """Return the router of a pipeline for a method, or None if the method needs none or there is none."""
-    router = pipe.router
-    if router is None or not method.policy.needs_router:
-        return None
-    router.validate_drafter(drafter_digest(pipe, method.exit_step), method.exit_step)
-    return router.rank
 
 
 _REGIONS, _CHANGES = 4, 8  # regions along a side of the mean frame; other statistics
