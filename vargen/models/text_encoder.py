@@ -77,8 +77,11 @@ class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
         return self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state.float()
 
     def num_scale_groups(self, name: str, weight: Tensor) -> int | None:
-        # A row of the word embeddings affects only one token. Linear layers, and position and segment embeddings, affect all
-        # tokens, so they have finer scales or none.
+        """See `QuantizedStorageMixin`.
+
+        A row of the word embeddings affects only one token. Linear layers, and position and segment embeddings, affect all
+        tokens, so they have finer scales or none.
+        """
         if weight.ndim != 2 or name.endswith(_UNQUANTIZED):
             return None
         columns = weight.shape[1]

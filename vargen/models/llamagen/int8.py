@@ -235,6 +235,7 @@ class Int8Cache:
 
     @property
     def nbytes(self) -> int:
+        """Size of the cached keys, values and scales in bytes."""
         return sum(store.nbytes for store in self._stores)
 
     def write_prefix(self, layer: int, v_RPGK: Tensor) -> None:

@@ -45,6 +45,7 @@ class Int8ScaleCache(ScaleCache):
 
     @property
     def nbytes(self) -> int:
+        """Size of the cached keys, values and scales in bytes."""
         return sum(each.nbytes for each in self.arrays[:-1])
 
     def select_rows(self, chosen: slice) -> Int8ScaleCache:
