@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-# No usage statistics, logs in files only, and nobody connects without the token, which Ray writes to the user's home folder.
-SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "RAY_AUTH_MODE": "token"}
+SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}  # no usage statistics; logs go to files only
 _ATTEMPTS = 3
 _ADDRESS = "RAY_ADDRESS"  # of a cluster, by Ray's own convention
 
@@ -14,7 +13,8 @@ _ADDRESS = "RAY_ADDRESS"  # of a cluster, by Ray's own convention
 def join_or_start_cluster(num_cpus: int, address: str | None = None) -> None:
     """Join the cluster at `address` or that of RAY_ADDRESS; without either, start one on this machine.
 
-    Ray's processes listen on all of its interfaces, and take only clients with the token of the user that started them.
+    Ray's processes listen on all of its interfaces. By default, from 2.60 on, they take only clients with the token that
+    Ray writes to the home folder of the user that started them.
 
     Args:
         num_cpus: cores of a cluster that is started.
