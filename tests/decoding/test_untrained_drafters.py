@@ -13,7 +13,7 @@ from vargen.decoding import (
     speculative_sampling,
 )
 from vargen.decoding.experimental import LayerSkip, Lookup, Recycle
-from vargen.decoding.experimental.lookup import count_continuations
+from vargen.decoding.experimental.earlier_tokens import count_continuations
 from vargen.evaluation.table_models import TableModel
 
 DRAFTERS = {

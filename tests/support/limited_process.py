@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ def open_changed(
             if not opened.startswith(known) and "vargen-" not in opened:
                 foreign.append(opened)
 
+    tempfile.gettempdir()  # tries the folder with a file, once a process
     sys.addaudithook(record)
     found: list[tuple[Any, list[str]]] = []
     for value in values:

@@ -30,3 +30,16 @@ from vargen.decoding.video.interfaces import BlockDecoder, BlockModel, BlockView
 from vargen.decoding.video.loop import BlockStream, NonFiniteLatentsError, decode_video
 from vargen.decoding.video.policies import LearnedRouting, SingleModel, Stride, Threshold, VideoMethod
 from vargen.decoding.video.stats import BlockRecord, VideoStats
+
+# By subject, as on their page: calls and results, models, methods, drafters, rules, scales, video.
+__all__ = [
+    "decode", "Engine", "Sampling", "DecodeOutput", "FinishedImage", "Progress", "DecodeStats", "NonFiniteLogitsError",
+    "TokenModel", "TokenState", "Output", "AutoregressiveHead", "ParallelHeads", "LowResModel", "Noise", "Purpose",
+    "DEFAULT_METHOD", "PRESETS", "Accelerator", "Method", "list_methods", "register_presets", "resolve_method",
+    "Drafter", "Jacobi", "ChainDrafter", "Speculative", "TreeDrafter", "DynamicTree", "Children", "Eagle", "Medusa",
+    "AcceptanceRule", "Draft", "Tree", "PassResult", "Verdict", "acceptance_rule", "shared_noise", "speculative_sampling",
+    "traversal", "RelaxedRule", "GroupedRule", "NeighborhoodRule", "PooledRule",
+    "decode_scales", "ScaleModel", "ScaleSchedule", "Stage",
+    "decode_video", "BlockStream", "BlockModel", "BlockDecoder", "BlockView", "DraftView", "VideoBlock", "VideoMethod",
+    "SingleModel", "Stride", "Threshold", "LearnedRouting", "BlockRecord", "VideoStats", "NonFiniteLatentsError",
+]  # fmt: skip

@@ -6,10 +6,9 @@ They are written in plain torch. Those that are exact are verified by summation,
 from functools import partial
 
 from vargen.decoding.experimental.eagle_children import EagleSharedNoise, EagleTopK
+from vargen.decoding.experimental.earlier_tokens import Lookup, Recycle
 from vargen.decoding.experimental.jacobi_tree import JacobiTree
 from vargen.decoding.experimental.layer_skip import LayerSkip
-from vargen.decoding.experimental.lookup import Lookup
-from vargen.decoding.experimental.recycle import Recycle
 from vargen.decoding.experimental.rules import TypicalRule, k_seq, recursive_rejection
 from vargen.decoding.experimental.small_model_tree import SampledTree as SampledTree
 from vargen.decoding.experimental.small_model_tree import SpeculativeTree
