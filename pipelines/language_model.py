@@ -25,7 +25,7 @@ from vargen.models.guidance import Guidance, to_guidance
 from vargen.models.storage import load_network, require_weights
 from vargen.models.transformers.base import ImageLanguageModel, validate_network
 from vargen.models.transformers.decoding import TransformersTokenModel
-from vargen.models.transformers.supported import MODELS, describe_language_model
+from vargen.models.transformers.supported import MODELS, describe_language_model, validate_release
 from vargen.pipelines import loading, validation
 from vargen.pipelines.families import Component, ModelFamily
 from vargen.pipelines.generation import NextTokenPipeline
@@ -244,10 +244,7 @@ def _read_folder(
     found = str(names[0]) if isinstance(names, list) and names else None
     if found not in MODELS:
         raise ValueError(f"{file} describes a {found!r}; vargen runs {', '.join(MODELS)}")
-    import transformers
-
-    if getattr(transformers, found, None) is None:
-        raise ValueError(f"{found} needs transformers {MODELS[found].since}, got {transformers.__version__}")
+    validate_release(MODELS[found])
     stored = StoredNetwork(folder, MODELS[found].stored)
     try:
         described = describe_language_model(stored.network, size=size, negative_format=negative_format)

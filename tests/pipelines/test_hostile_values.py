@@ -39,7 +39,7 @@ SAME = {
     "emu3": ("tokenizer",),
     "chameleon": ("tokenizer", "preprocessor"),
 }
-NEEDS = {"janus": (4, 50), "emu3": (4, 48), "glm-image": (5, 0)}
+NEEDS = {"janus": (4, 52), "emu3": (4, 53), "chameleon": (4, 53), "glm-image": (5, 0)}
 
 
 def save_family(name: str, folder: Path) -> Path:

@@ -16,6 +16,7 @@ from vargen.compat import installed_version
 from vargen.decoding import PRESETS, Sampling, Tree, decode, list_methods
 from vargen.evaluation.exact_sum import sum_pass
 from vargen.models.heads.network import EagleDrafter, MedusaDrafter
+from vargen.models.transformers import supported
 from vargen.models.transformers.base import PromptRows
 from vargen.models.transformers.decoding import TransformersTokenModel
 from vargen.models.transformers.supported import Emu3, Janus, PreviewDrafter, describe_language_model
@@ -53,6 +54,13 @@ def pipe(request: pytest.FixtureRequest) -> Any:
 
 def rows(pipe: Any) -> PromptRows:
     return pipe.encode_condition(PROMPTS)[0]
+
+
+def test_an_earlier_transformers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Emu3ForConditionalGeneration"]}')
+    monkeypatch.setattr(supported, "installed_version", lambda name: "4.52.4")
+    with pytest.raises(ValueError, match=r"Emu3ForConditionalGeneration needs transformers 4\.53 or newer, got 4\.52\.4"):
+        vargen.open_pipeline(tmp_path)
 
 
 @pytest.mark.parametrize("sizes", JANUS, ids=str)

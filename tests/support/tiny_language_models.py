@@ -11,7 +11,7 @@ from vargen.compat import ensure_torchvision, installed_version
 
 ensure_torchvision()
 
-needs_janus = pytest.mark.skipif(installed_version("transformers") < "4.50", reason="Janus came with transformers 4.50")
+needs_janus = pytest.mark.skipif(installed_version("transformers") < "4.53", reason="needs transformers 4.53")
 WORDS = "a red blue green apple car cat dog on under the moon 0 1 2 3 4 5 6 7 8 9 * lowres , blurry".split()
 SPECIAL = ["<pad>", "<s>", "</s>", "<boi>", "<eoi>", "<image>", "<wrap>", "<eof>", "<eol>"]
 PAD, BOS, EOS, BOI = range(4)

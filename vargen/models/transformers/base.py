@@ -81,7 +81,7 @@ class ImageLanguageModel:
     """What `TransformersTokenModel` needs to know about a model; one subclass per class of transformers.
 
     Attributes:
-        class_name, since: name of the class in transformers, and the version that it came with.
+        class_name, since: name of the class in transformers, and the first version that vargen runs it with.
         stored: what a folder with the model holds.
         processor_name, tokenizer_names, image_processor_name: classes of its processor and parts; the usual tokenizer first.
         special_tokens: names of the special tokens that its prompts need.

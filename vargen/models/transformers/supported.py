@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vargen.compat import installed_version
 from vargen.decoding import LowResModel
 from vargen.folders.transformers_networks import NetworkKind
 from vargen.models.storage import read_weight
@@ -24,7 +25,7 @@ from vargen.weight_files import weights_digest
 class Janus(ImageLanguageModel):
     """Janus-Pro (`JanusForConditionalGeneration`): its own embedding, aligner and head for image tokens, on a square grid."""
 
-    class_name, since, processor_name = "JanusForConditionalGeneration", "4.50", "JanusProcessor"
+    class_name, since, processor_name = "JanusForConditionalGeneration", "4.52", "JanusProcessor"
     stored = NetworkKind(
         class_name,
         "janus",
@@ -80,7 +81,7 @@ class Emu3(ImageLanguageModel):
             `"image"` for one with it, as in the code of the paper (arXiv 2409.18869).
     """
 
-    class_name, since, processor_name = "Emu3ForConditionalGeneration", "4.48", "Emu3Processor"
+    class_name, since, processor_name = "Emu3ForConditionalGeneration", "4.53", "Emu3Processor"
     stored = NetworkKind(
         class_name,
         "emu3",
@@ -141,7 +142,7 @@ class Chameleon(ImageLanguageModel):
     rows, for a guidance scale other than 1, begin at the token that starts the image, as in Lumina-mGPT (arXiv 2408.02657).
     """
 
-    class_name, since, processor_name = "ChameleonForConditionalGeneration", "4.43", "ChameleonProcessor"
+    class_name, since, processor_name = "ChameleonForConditionalGeneration", "4.53", "ChameleonProcessor"
     stored = NetworkKind(class_name, "chameleon", {"vq_config": "ChameleonVQVAEConfig"})
     tokenizer_names, image_processor_name = ("LlamaTokenizerFast", "PreTrainedTokenizerFast"), "ChameleonImageProcessor"
     has_pixels = False
@@ -267,6 +268,13 @@ class GLMImage(ImageLanguageModel):
 MODELS: dict[str, type[ImageLanguageModel]] = {each.class_name: each for each in (Janus, Emu3, GLMImage, Chameleon)}
 
 
+def validate_release(language_model: type[ImageLanguageModel]) -> None:
+    """Check that the installed transformers has the class of a model with the weights and the processor that vargen expects."""
+    installed, since = installed_version("transformers") or "0", language_model.since
+    if tuple(map(int, installed.split(".")[:2])) < tuple(map(int, since.split("."))):
+        raise ValueError(f"{language_model.class_name} needs transformers {since} or newer, got {installed}")
+
+
 def describe_language_model(model: Any, **options: Any) -> ImageLanguageModel:
     """Return the description of a model of transformers.
 
@@ -275,6 +283,7 @@ def describe_language_model(model: Any, **options: Any) -> ImageLanguageModel:
     found = MODELS.get(type(model).__name__)
     if found is None:
         raise TypeError(f"model must be one of {', '.join(MODELS)} of transformers, got {short_repr(type(model).__name__)}")
+    validate_release(found)
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
         if name not in found.options:
