@@ -1,9 +1,8 @@
-"""Many clients of `vargen serve` or of the page, some of whom leave: every image must equal the one generated alone.
+"""Many clients of `vargen serve`, some of whom leave: every image must equal the one generated alone.
 
-OMP_NUM_THREADS=1 python benchmarks/load.py serve --requests 400 -o figures.json
-OMP_NUM_THREADS=1 python benchmarks/load.py serve --option=--engine=ray --option=--replicas=2
-OMP_NUM_THREADS=1 python benchmarks/load.py page --requests 320 -o figures.json
-OMP_NUM_THREADS=1 python benchmarks/load.py page --minutes 60 -o soak.json
+OMP_NUM_THREADS=1 python benchmarks/load.py --requests 400 -o figures.json
+OMP_NUM_THREADS=1 python benchmarks/load.py --minutes 60 -o soak.json
+OMP_NUM_THREADS=1 python benchmarks/load.py --option=--engine=ray --option=--replicas=2
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ import hashlib
 import http.client
 import io
 import json
-import os
 import random
 import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -224,48 +221,8 @@ def ask_service(address: str, request: Request) -> dict[str, Any]:
     return {**found, "error": content[-300:].decode("utf-8", "replace")}
 
 
-def visit_page(address: str, method: str, folder: str) -> Ask:
-    """Return what sends a visitor's requests; files are downloaded into the folder."""
-    import gradio_client
-
-    client = gradio_client.Client(address, verbose=False, download_files=folder, analytics_enabled=False)
-    return partial(_ask_page, client, address, method)
-
-
-def _ask_page(client: Any, address: str, method: str, request: Request) -> dict[str, Any]:
-    started = time.perf_counter()
-    if request.leave_after is not None and request.number % 2:
-        hang_up(address, request, method)
-        return {"left": True}
-    job = client.submit(request.prompt, method=method, seed=request.seed, api_name="/generate")
-    if request.leave_after is not None:
-        time.sleep(request.leave_after)
-        job.cancel()
-        return {"left": True}
-    files, _ = job.result()
-    seconds = time.perf_counter() - started
-    with Image.open(files[0], formats=["PNG"]) as image:
-        found = digest(image)
-    Path(files[0]).unlink()
-    return {"seconds": seconds, "image": found}
-
-
-def hang_up(address: str, request: Request, method: str) -> None:
-    """Start a job as a caller of its own, listen for `leave_after` seconds, and close the connection."""
-    arguments = [request.prompt, method, request.seed, *[None] * 5, 1, 1]
-    ask = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
-    ask.request("POST", "/gradio_api/call/generate", json.dumps({"data": arguments}), {"Content-Type": "application/json"})
-    number = json.load(ask.getresponse())["event_id"]
-    ask.request("GET", f"/gradio_api/call/generate/{number}")
-    answer = ask.getresponse()
-    time.sleep(request.leave_after or 0)
-    answer.close()
-    ask.close()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("serve", "page"))
     parser.add_argument("--model", default="emoji")
     parser.add_argument("--method", default="gumbel")
     parser.add_argument("--requests", type=int, default=400, help="of all clients")
@@ -280,17 +237,10 @@ def main() -> None:
 
     prompts = [line for line in (ROOT / "benchmarks" / "eval_prompts.txt").read_text().splitlines() if line][:20]
     requests = make_requests(prompts, 100_000 if options.minutes else options.requests, 40)
-    if options.what == "serve":
-        words = ["--model", options.model, "--accelerator", options.method, "--dtype", "float32", *options.option]
-        with start_service(*words) as (server, address):
-            ask = partial(ask_service, address)
-            result, records = run_clients(server.pid, requests, options.clients, lambda: ask, options.minutes)
-    else:
-        port = str(20_000 + os.getpid() % 10_000)
-        words = [str(ROOT / "app.py"), "--port", port, "--model", options.model, *options.option]
-        with tempfile.TemporaryDirectory() as folder, start(words, r"runs at (\S+)") as (server, address):
-            connect = partial(visit_page, address, options.method, folder)
-            result, records = run_clients(server.pid, requests, options.clients, connect, options.minutes)
+    words = ["--model", options.model, "--accelerator", options.method, "--dtype", "float32", *options.option]
+    with start_service(*words) as (server, address):
+        ask = partial(ask_service, address)
+        result, records = run_clients(server.pid, requests, options.clients, lambda: ask, options.minutes)
     pipe = open_pipeline(options.model, device="auto", torch_dtype=torch.float32)
     result.wrong = find_wrong(records, requests, pipe, options.method)
     print(text := json.dumps(result.summary(), indent=1))

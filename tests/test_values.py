@@ -12,7 +12,6 @@ from rejects import rejects
 
 from vargen import Accelerator
 from vargen.decoding import GroupedRule, Jacobi, Sampling, Speculative
-from vargen.demo.request import RANGES
 from vargen.models.guidance import Guidance
 from vargen.pipelines import validation
 from vargen.pipelines.llamagen import LlamaGenPipeline
@@ -91,5 +90,3 @@ def test_an_option_has_bounds_within_which_the_control_of_the_page_stays(option:
 def test_the_pipeline_and_the_page_take_the_same_ones() -> None:
     assert set(OPTIONS) <= set(inspect.signature(LlamaGenPipeline.__call__).parameters)
     assert {"guidance_scale", *Sampling.__dataclass_fields__} == set(OPTIONS)
-    for name, option in OPTIONS.items():
-        assert RANGES[name] == (*option.slider[:2], option.range.is_integer, option.label)

@@ -12,7 +12,7 @@ from PIL import Image
 
 pytest.importorskip("gradio")
 
-from vargen.demo.first_sight import FOLDER, read_wall
+from vargen.demo.opening import FOLDER, read_wall
 from vargen.image_metadata import pixels_digest
 from vargen.pipelines.loading import open_pipeline
 from vargen.scoring import open_scorer

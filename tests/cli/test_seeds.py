@@ -57,15 +57,10 @@ def from_service(pipe: Any, sampling: Sampling, method: str) -> list[bytes]:
 
 def from_page(pipe: Any, method: str) -> list[bytes]:
     pytest.importorskip("gradio", reason="the page needs gradio")
-    from vargen.demo.image_service import ImageService
-    from vargen.demo.request import PageRequest
+    from vargen.demo.calls import generate
 
-    service, images = ImageService(pipe, "tiny"), []
-    for number, prompt in enumerate(PROMPTS):
-        request = PageRequest(prompt, method, FIRST + number, **service.defaults)
-        images.append(service.start(request).result().images[0].tobytes())
-    service.close()
-    return images
+    runs = [generate(pipe, prompt, [FIRST + k], accelerator=method) for k, prompt in enumerate(PROMPTS)]
+    return [list(run)[-1].images[0].tobytes() for run in runs]
 
 
 @pytest.mark.parametrize("kind", ["text_model", "scale_model"])
@@ -109,9 +104,4 @@ def test_a_seed_is_one_video_at_every_door(video_model: Path) -> None:
         handles = generation.submit([VideoTask(PROMPTS[k], FIRST + k, 2) for k in (0, 1)], listen)
         assert all(handle.result(60).seed == FIRST + k for k, handle in enumerate(handles))
     found = {"compare": compared.frames["target"], "service": [np.concatenate(each) for each in served]}
-    pytest.importorskip("gradio", reason="the page needs gradio")
-    from vargen.demo.video_service import VideoService
-
-    page = VideoService(pipe, "tiny")
-    found["page"] = [list(page.generate(k, PROMPTS[k], FIRST + k, 2, "target", 0.0))[-1][1] for k in (0, 1)]
     assert [door for door, videos in found.items() for k in (0, 1) if not np.array_equal(videos[k], expected[k])] == []

@@ -12,63 +12,97 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 gradio = pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e .[demo]")
 
 from tiny_families import brightness  # noqa: E402
-from tiny_models import text_pipeline  # noqa: E402
+from tiny_models import text_pipeline, text_var_pipeline  # noqa: E402
 
-from vargen.demo.image_service import ImageService  # noqa: E402
 from vargen.demo.launch import serve  # noqa: E402
-from vargen.demo.page import build_page  # noqa: E402
-from vargen.demo.video_service import VideoService  # noqa: E402
+from vargen.demo.page import Models, build_page  # noqa: E402
 from vargen.pipelines.loading import open_pipeline  # noqa: E402
 
 _FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--headless --no-sandbox --use-angle=swiftshader --enable-unsafe-swiftshader "
+    "--disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1280,1000"
 ).split()
 
 
 @pytest.fixture(scope="session")
-def service() -> Iterator[ImageService]:
-    """A random model of 8 x 8 tokens that can be slowed down: `service.pause` is seconds slept before every pass.
-
-    With a semaphore in `service.permits`, each pass also waits until it is released.
-    """
-    pipe = text_pipeline(grid_size=8)
-    made: Any = ImageService(pipe, "tiny")
-    made.pause, made.permits = 0.0, None
+def pipe() -> Any:
+    """A random model of 8 x 8 tokens. Each pass waits for `pipe.permits`, a semaphore, if it has one."""
+    made: Any = text_pipeline(grid_size=8)
+    made.permits, made.passes = None, 0
+    made.set_progress_bar_config(disable=True)
 
     def wait(*_: Any) -> None:
-        time.sleep(made.pause)
+        made.passes += 1
         if made.permits is not None:
             made.permits.acquire()
 
-    pipe.transformer.register_forward_pre_hook(wait)
-    yield made
-    made.close()
-
-
-@pytest.fixture(autouse=True)
-def full_speed(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if "service" in request.fixturenames:
-        request.getfixturevalue("service").pause = 0.0
+    made.transformer.register_forward_pre_hook(wait)
+    return made
 
 
 @pytest.fixture(scope="session")
-def video(video_model: Path) -> Iterator[VideoService]:
-    """A random model of video, for a tab beside those of pictures."""
-    made = VideoService(open_pipeline(video_model), "tiny-video", brightness)
-    yield made
-    made.close()
+def models(pipe: Any, video_model: Path) -> Models:
+    """A page of four modes with random models."""
+    edit: Any = text_var_pipeline()
+    edit.set_progress_bar_config(disable=True)
+    return Models("tiny", pipe, edit, open_pipeline(video_model), None, score_by_brightness, has_examples=True)
+
+
+def score_by_brightness(images: Any, prompts: Any) -> Any:
+    """Score frames of videos, float `[N, 3, Y, X]`, and PIL images."""
+    frames = torch.stack([pil_to_tensor(each) / 255 for each in images]) if isinstance(images, list) else images
+    return brightness(frames, prompts)
+
+
+def pil_to_tensor(image: Any) -> Any:
+    return torch.from_numpy(np.asarray(image.convert("RGB")).copy()).permute(2, 0, 1)
 
 
 @pytest.fixture(scope="session")
-def address(service: ImageService, video: VideoService) -> Iterator[str]:
-    yield from _serve_page(build_page(service, video=video, opening=True))
+def page(models: Models) -> Any:
+    return Page(build_page(models))
+
+
+class Page:
+    """A page whose functions are called without a browser; components are named by their `elem_id`."""
+
+    def __init__(self, blocks: Any):
+        self.blocks = blocks
+
+    def find(self, name: str) -> Any:
+        return next(each for each in self.blocks.blocks.values() if each.elem_id == name)
+
+    def run(self, mode: str, function: str = "run_open_mode", number: int = 0, **values: Any) -> list[dict[str, Any]]:
+        """Run a function of all inputs; returns the updates, by the name or else the type of the component."""
+        found = [each for each in self.blocks.fns.values() if each.name == function][number]
+        given = {each: each.value for each in found.inputs}
+        states = [each for each in found.inputs if type(each).__name__ == "State"]
+        given[next(each for each in states if each.value in ("image", "video"))] = mode
+        given |= {self.find(name): value for name, value in values.items()}
+        return [{key.elem_id or type(key).__name__: _plain(value) for key, value in each.items()} for each in found.fn(given)]
+
+
+def _plain(value: Any) -> Any:
+    """Return what an update holds: paths of files, and pairs of path and caption of galleries."""
+    value = getattr(value, "value", value)
+    if isinstance(value, dict) and "path" in value:
+        return value["path"]
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "image" in value[0]:
+        return [(each["image"]["path"], each["caption"] or "") for each in value]
+    return value
+
+
+@pytest.fixture(scope="session")
+def address(page: Any) -> Iterator[str]:
+    yield from _serve_page(page.blocks)
 
 
 def find_free_port() -> int:
@@ -94,20 +128,11 @@ def _serve_page(page: Any) -> Iterator[str]:
 
 
 @pytest.fixture
-def slow(service: ImageService) -> Callable[[float], None]:
-    def set_pause(seconds: float) -> None:
-        service.pause = seconds  # type: ignore[attr-defined]
-
-    return set_pause
-
-
-@pytest.fixture
-def permits(service: ImageService) -> Iterator[threading.Semaphore]:
+def permits(pipe: Any) -> Iterator[threading.Semaphore]:
     """Has passes wait; a release allows one."""
-    made = threading.Semaphore(0)
-    service.permits = made  # type: ignore[attr-defined]
-    yield made
-    service.permits = None  # type: ignore[attr-defined]
+    pipe.permits = threading.Semaphore(0)
+    yield pipe.permits
+    made, pipe.permits = pipe.permits, None
     made.release(1000)
 
 
@@ -118,7 +143,7 @@ const keep = () => document.querySelectorAll('.toast-body').forEach(each => wind
 new MutationObserver(keep).observe(document.body, {childList: true, subtree: true, characterData: true});
 """
 
-_NOTES = ("#note", "#live-note", "#video-note", "#race-note")  # where a mode says how far it is
+_NOTES = ("#note", "#edit-note", "#video-note", "#race-note")  # where a mode says how far it is
 
 
 class Browser:
@@ -133,7 +158,13 @@ class Browser:
 
     def open(self, url: str) -> Browser:
         self.driver.get(url)
-        self.until(lambda: self.script("return Boolean(window.vargen)") and self.shown(".vg-start"))
+        self.until(lambda: self.shown("#start"))
+        settled = (
+            "const same = window.first === document.querySelector('#start'); window.first = document.querySelector('#start');"
+        )
+        for _ in range(3):  # gradio draws a page twice when it is loaded
+            time.sleep(0.2)
+            self.until(lambda: self.script(f"{settled} return same"))
         self.script(_KEEP_MESSAGES)
         return self
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
-import json
 import os
 import re
 import signal
@@ -16,9 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 from typer.testing import CliRunner
 
 from vargen.cli.main import app
@@ -52,63 +47,24 @@ def served(repo_root: Path, chromium: object, free_port: int) -> Iterator[str]:
         assert "Warning" not in complaints.read(), "a newcomer should have nothing to wonder about"
 
 
-def test_a_newcomer_generates_an_image(one_browser: Any, served: str) -> None:
+def test_a_newcomer_generates_an_image_and_paints_over_a_part(one_browser: Any, served: str) -> None:
     one_browser.prefer("light", motion="no-preference")
     browser = one_browser.open(served)
-    browser.says(".vg-head", "emoji")
+    browser.says("#head", "emoji")
+    browser.write("#prompt textarea, #prompt input", "qwrtz")
+    browser.says("#far", "does not know")
+    browser.click("#near button, #near td")
+    browser.says("#note", "The same image as the slow way")
     browser.write("#prompt textarea, #prompt input", "grinning face")
+    browser.until(lambda: not browser.shown("#far"))
     browser.click("#style label:has(input[value='3d'])")
-    browser.click("#generate")
-    browser.says("#note", "Generated in")
-    browser.until(lambda: browser.attribute("#stage img", "src").startswith("data:image/png"))
-    assert browser.attribute("#stage img", "alt") == "grinning face, 3d style"
-    chosen = "return document.querySelector('#style input:checked').value"
-    browser.write("#prompt textarea, #prompt input", "grinning face, flat style")
-    browser.until(lambda: browser.script(chosen) == "flat")
-    browser.click("#style label:has(input[value='3d'])")
-    browser.until(
-        lambda: browser.value("#prompt textarea, #prompt input") == "grinning face" and browser.script(chosen) == "3d"
-    )
-    browser.open(f"{served}?prompt=grinning+face,+flat+style&seed=7")
-    browser.until(lambda: browser.attribute("#stage img", "alt") == "grinning face, flat style")
-    assert browser.script(chosen) == "flat" and browser.value("#prompt textarea, #prompt input") == "grinning face"
-    browser.press_tab("Race")
-    browser.click("#race")
-    browser.says("#race-note", "was first")
-    browser.until(lambda: browser.count("#track img[src^='data:image/png']") == 3)
-    browser.says("#track", "times as fast as Slow (ar)")
-
-
-def test_a_newcomer_paints_over_a_half_and_the_other_half_stays(one_browser: Any, served: str) -> None:
-    browser = one_browser.open(f"{served}?mode=live&prompt=a+red+apple,+3d+style&seed=7")
-    browser.says("#live-note", "Generated in")
-    from selenium import webdriver
-
-    before = live_pixels(browser)
-    pointer = webdriver.ActionChains(browser.driver)
-    canvas = browser.shown("#live-easel canvas")
-    browser.script("arguments[0].scrollIntoView({block: 'center'})", canvas)
-    across = canvas.size["width"]
-    pointer.move_to_element_with_offset(canvas, across // 4, 3 - across // 2).click_and_hold()
-    for x, y in ((0, across - 6), (across // 8, 0), (0, 6 - across), (across // 16, across - 6)):
-        pointer.move_by_offset(x, y)
-    pointer.release().perform()
-    browser.says("#live-note", "Painted part generated again")
-    browser.write("#prompt textarea, #prompt input", "a green apple, 3d style")
-    browser.until(lambda: browser.attribute("#live-stage img", "alt") == "a green apple, 3d style")
-    changed = np.abs(live_pixels(browser) - before).mean(2)
-    cells = json.loads(browser.script("return window.vargen.brush.read()"))["cells"]
-    grid = np.array([cell == "1" for cell in cells]).reshape(8, 8)
-    assert grid[:, 6:].all() and not grid[:, :4].any(), "the right of the image was painted"
-    kept, repainted = changed[:, :48].mean(), changed[:, 96:].mean()
-    assert kept < 8 and repainted > 3 * kept, "the tokenizer alone, which encodes and decodes the image, changes about 4 of 255"
-
-
-def live_pixels(browser: Any) -> Any:
-    browser.until(lambda: browser.attribute("#live-stage img", "src").startswith("data:image/png"))
-    content = base64.b64decode(browser.attribute("#live-stage img", "src").split(",")[1])
-    with Image.open(io.BytesIO(content)) as opened:
-        return np.asarray(opened.convert("RGB")).astype(int)
+    browser.click("#start")
+    browser.says("#note", "grinning face, 3d style: ")
+    browser.open(f"{served}?mode=race&prompt=grinning+face,+flat+style&seed=7&method=ar,gumbel")
+    browser.says("#race-note", "Fast (gumbel) gave the same image as Slow (ar)")
+    browser.says("#track", "times as fast")
+    browser.open(f"{served}?mode=edit&prompt=a+red+apple,+3d+style&seed=7")
+    browser.says("#edit-note", "seed 7")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +91,7 @@ def start(*words: str) -> str:
 
 
 def test_a_taken_port_is_reported_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "load_services", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(launch, "load_models", lambda *_: pytest.fail("the model was loaded"))
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,13 +37,6 @@ def quiet(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return check
 
 
-def called(http: Any, name: str, data: Any) -> str:
-    """What the events of a call by name say."""
-    begun = http.post(f"gradio_api/call/{name}", json={"data": data})
-    assert begun.status_code == 200, begun.text
-    return http.get(f"gradio_api/call/{name}/{begun.json()['event_id']}").text
-
-
 def private(http: Any, number: int, data: Any) -> str:
     """What the page's own protocol says of a call by number."""
     given = {"data": data, "fn_index": number, "session_hash": f"s{number}"}
@@ -56,13 +50,6 @@ def private(http: Any, number: int, data: Any) -> str:
             if "process_completed" in line or "close_stream" in line:
                 return "\n".join(said)
     return "\n".join(said)
-
-
-@pytest.mark.parametrize("data", [[], ["a red apple"], ["a red apple"] * 40])
-def test_a_wrong_number_of_inputs_is_reported_in_numbers(http: Any, quiet: Any, data: list[str]) -> None:
-    said = called(http, "generate", data)
-    assert "event: error" in said and f"got {len(data)}" in said and "takes 10" in said
-    quiet(said)
 
 
 @pytest.mark.parametrize("path", ["call/nothing", "call/v2/nothing", "run/nothing", "api/nothing"])
@@ -90,9 +77,16 @@ VALUES = [
 def test_malformed_calls_of_the_page_s_own_functions(http: Any, quiet: Any) -> None:
     config = http.get("config").json()
     numbers = [each["id"] for each in config["dependencies"] if each["backend_fn"] and each["api_visibility"] == "private"]
-    assert len(numbers) > 20
+    assert len(numbers) > 15
     for number in numbers:
         for data in VALUES:
             said = private(http, number, json.loads(json.dumps(data)))
             assert said
             quiet(said)
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "pyproject.toml", "../../etc/passwd"])
+def test_files_of_the_machine_are_not_served(address: str, repo_root: Path, path: str) -> None:
+    place = str(repo_root / path) if path == "pyproject.toml" else path
+    answer = httpx.get(f"{address}gradio_api/file={place}")
+    assert answer.status_code in (403, 404) and "root:" not in answer.text and "[project]" not in answer.text

@@ -60,7 +60,7 @@ def test_requirements_are_the_cpu_build_of_torch_and_this_package(
     assert vargen.extras == {"demo"} <= project["optional-dependencies"].keys()
 
 
-def test_its_app_builds_the_page_and_serves_it_to_all(space: Path, service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_app_builds_the_page_and_serves_it_to_all(space: Path, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[tuple[gr.Blocks, str, int | None]] = []
 
     def serve(page: gr.Blocks, host: str, port: int | None) -> str:
@@ -69,8 +69,7 @@ def test_its_app_builds_the_page_and_serves_it_to_all(space: Path, service: Any,
         return ""
 
     loaded: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(service, "close", lambda: None)  # others use it
-    monkeypatch.setattr(launch, "load_services", lambda *given: loaded.append(given) or launch.Services(service))
+    monkeypatch.setattr(launch, "load_models", lambda *given: loaded.append(given) or models)
     monkeypatch.setattr(launch, "serve", serve)
     monkeypatch.setattr(launch, "validate_address", lambda *_: None)  # other tests may use this port
     monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
@@ -80,6 +79,6 @@ def test_its_app_builds_the_page_and_serves_it_to_all(space: Path, service: Any,
         runpy.run_path(str(space / "app.py"), run_name="__main__")
     assert ended.value.code == 0
     ((page, *address),) = served
-    assert loaded == [(launch.DEFAULT_MODEL, "auto", None, 1)]
+    assert loaded == [(launch.DEFAULT_MODEL, "auto", None)]
     assert address == ["0.0.0.0", 7860]
     assert "Generate" in {block.value for block in page.blocks.values() if isinstance(block, gr.Button)}

@@ -7,7 +7,6 @@ import os
 import socket
 import tempfile
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,12 @@ from vargen.device import select_device, set_threads
 if TYPE_CHECKING:
     import gradio as gr
 
+    from vargen.demo.page import Models
+
 # Models that have a mode on the page of the packaged image model, and the one whose images the page opens on.
-DEFAULT_MODEL, LIVE_MODEL, VIDEO_MODEL = "emoji", "emoji-var", "emoji-video"
+DEFAULT_MODEL, EDIT_MODEL, VIDEO_MODEL = "emoji", "emoji-var", "emoji-video"
 HOST_VARIABLE, PORT_VARIABLE = "GRADIO_SERVER_NAME", "GRADIO_SERVER_PORT"
+_LOCAL = "localhost,127.0.0.1,::1"  # gradio asks itself whether it runs, which no proxy can answer
 
 
 def validate_address(host: str, port: int | None) -> None:
@@ -41,43 +43,13 @@ def is_local(host: str) -> bool:
         return host == "localhost"
 
 
-@dataclass(frozen=True)
-class Services:
-    """The models of the page.
-
-    Attributes:
-        main: an image model, or a video model alone. video, live: of the modes of these names; None for none.
-        opening: whether the page opens on recorded images, which are those of the packaged models.
-    """
-
-    main: Any
-    video: Any = None
-    live: Any = None
-    opening: bool = False
-
-    def build_page(self, concurrency: int) -> gr.Blocks:
-        from vargen.demo.page import build_page, build_video_page
-        from vargen.demo.video_service import VideoService
-
-        if isinstance(self.main, VideoService):
-            return build_video_page(self.main, concurrency)
-        return build_page(self.main, concurrency, self.video, self.live, self.opening)
-
-    def close(self) -> None:
-        for service in (self.main, self.video, self.live):
-            if service is not None:
-                service.close()
-
-
-def load_services(model: str, device_name: str, scorer_name: str | None, concurrency: int = 1) -> Services:
-    """Load the models; beside a packaged image model, the other packaged ones, too. `concurrency`: see `ImageService`.
+def load_models(model: str, device_name: str, scorer_name: str | None) -> Models:
+    """Load the models; beside a packaged image model, the other packaged ones, too.
 
     Raises:
         ValueError, OSError, RuntimeError, ImportError: for a model or scorer that cannot be loaded.
     """
-    from vargen.demo.image_service import ImageService
-    from vargen.demo.video_service import VideoService
-    from vargen.image_metadata import model_digest
+    from vargen.demo.page import Models
     from vargen.pipelines.loading import default_dtype, inspect_model, open_pipeline
     from vargen.pipelines.start_images import find_image_model
     from vargen.scoring import default_scorer, open_scorer
@@ -86,34 +58,35 @@ def load_services(model: str, device_name: str, scorer_name: str | None, concurr
 
     def load(name: str | Path) -> Any:
         folder = inspect_model(name).folder
-        return open_pipeline(folder, torch_dtype=default_dtype(folder, device)).to(device)
+        pipe = open_pipeline(folder, torch_dtype=default_dtype(folder, device)).to(device)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
 
     info = inspect_model(model)
-    name = scorer_name or default_scorer(model) or "none"
-    scorer = None if name == "none" else open_scorer(name, device)
+    chosen = scorer_name or default_scorer(model) or "none"
+    scorer = None if chosen == "none" else open_scorer(chosen, device)
     # A path reveals something about this machine to visitors; its last part does not.
-    title = Path(model).resolve().name if Path(model).is_dir() else model
+    name = Path(model).resolve().name if Path(model).is_dir() else model
     if info.fps is not None:
         image_model = find_image_model(info)
-        return Services(VideoService(load(model), title, scorer, image_model and load(image_model.folder)))
-    packaged = set(packaged_models())
-    pipe = load(model)
-    video = VideoService(load(VIDEO_MODEL), VIDEO_MODEL, scorer, pipe) if {model, VIDEO_MODEL} <= packaged else None
-    live = ImageService(load(LIVE_MODEL), LIVE_MODEL) if model == DEFAULT_MODEL and LIVE_MODEL in packaged else None
-    digest = model_digest(info.folder)
-    return Services(ImageService(pipe, title, scorer, name, digest, concurrency), video, live, model == DEFAULT_MODEL)
+        return Models(name, video=load(model), scorer=scorer, image_pipe=image_model and load(image_model.folder))
+    packaged, pipe = set(packaged_models()), load(model)
+    video = load(VIDEO_MODEL) if {model, VIDEO_MODEL} <= packaged else None
+    edit = load(EDIT_MODEL) if model == DEFAULT_MODEL and EDIT_MODEL in packaged else None
+    if pipe.image_size is not None:
+        edit = pipe
+    return Models(name, pipe, edit, video, pipe, scorer, model == DEFAULT_MODEL)
 
 
 def serve(page: gr.Blocks, host: str, port: int | None) -> str:
     """Serve the page from background threads; returns its address. OSError is raised if the port is in use."""
-    from starlette.staticfiles import StaticFiles
-
-    from vargen.demo import first_sight
-    from vargen.demo.look import CSS, FAVICON, FIRST_SCRIPT, build_theme
+    from vargen.demo.look import CSS, FAVICON, build_theme
     from vargen.demo.malformed_requests import HANDLERS
 
     # Before 6.20, gradio reads this deprecated status code at each request, and newer Starlette versions warn on stderr.
     warnings.filterwarnings("ignore", "'HTTP_422_UNPROCESSABLE_ENTITY' is deprecated", UserWarning, r"gradio\.routes")
+    # After each request, gradio rebuilds a table of all requests for a dashboard that is not served here.
+    os.environ.setdefault("GRADIO_ANALYTICS_CACHE_FREQUENCY", str(2**31))
     try:
         page.launch(
             server_name=host,
@@ -126,11 +99,10 @@ def serve(page: gr.Blocks, host: str, port: int | None) -> str:
             enable_monitoring=False,
             max_file_size="5mb",
             strict_cors=True,
-            footer_links=["api"],
+            footer_links=["settings"],
             theme=build_theme(),
             css_paths=CSS,
             favicon_path=FAVICON,
-            head=f"<script>{FIRST_SCRIPT}</script>",
             quiet=True,
             prevent_thread_lock=True,
         )
@@ -138,8 +110,7 @@ def serve(page: gr.Blocks, host: str, port: int | None) -> str:
         if "empty port" not in str(error):
             raise
         raise OSError(f"--port {port or 'from 7860'} is used by another program") from error
-    page.app.mount(f"/{first_sight.ROUTE}", StaticFiles(directory=first_sight.FOLDER))
-    return page.local_url
+    return str(page.local_url)
 
 
 def run_page(
@@ -155,20 +126,21 @@ def run_page(
     set_threads(threads)
     for variable in (HOST_VARIABLE, PORT_VARIABLE):  # gradio would read them again, over the options
         os.environ.pop(variable, None)
+    for variable in ("no_proxy", "NO_PROXY"):
+        os.environ[variable] = ",".join(filter(None, [os.environ.get(variable), _LOCAL]))
     with tempfile.TemporaryDirectory(prefix="vargen-app-") as folder:
         # Read when gradio is imported: no statistics to anyone, and one folder that is removed at the end.
         os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=folder, HF_HUB_DISABLE_TELEMETRY="1")
         try:
-            import vargen.demo.page  # noqa: F401
+            from vargen.demo.page import build_page
         except ModuleNotFoundError as error:
             raise ImportError(f'{error.name} is not installed; run: pip install -c constraints.txt -e ".[demo]"') from None
-        services = load_services(model, device, scorer, concurrency)
+        models = load_models(model, device, scorer)
         if not is_local(host):
             print("Everyone who can reach this machine can use the page; it has no password.", flush=True)
-        page = services.build_page(concurrency)
+        page = build_page(models, concurrency)
         try:
             print(f"vargen runs at {serve(page, host, port)}  (Ctrl-C ends it)", flush=True)
             page.block_thread()
         finally:
             page.close(verbose=False)
-            services.close()

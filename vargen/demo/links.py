@@ -1,47 +1,40 @@
-"""Links to a result: a query string that holds what differs from the defaults, and the request that it means."""
+"""Links to a result: a query string with mode, prompt, seed, method, and the sampling that differs from the model's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 from urllib.parse import urlencode
 
-from vargen.demo.request import RANGES, PageRequest, new_seed
+from vargen.values import OPTIONS, short_repr
 
-# Parameter of a link -> field of a request. `method` and `seed` are always in a link: another default would give another image.
-_FIELDS = {
-    "prompt": "prompt", "seed": "seed", "method": "method", "guidance": "guidance_scale", "temperature": "temperature",
-    "top_k": "top_k", "top_p": "top_p", "negative": "negative_prompt", "images": "num_images", "best_of": "best_of",
-}  # fmt: skip
-_ALWAYS = ("prompt", "seed", "method")
+MAX_PROMPT = 1000  # characters
+MAX_SEED = 2**53 - 8  # below the largest exact integer in a browser, with room for the seeds of more images
 
 
-def link_to(request: PageRequest, defaults: Mapping[str, Any], mode: str = "image", **more: Any) -> str:
-    """Return the query string of a link to what a request generates.
+def make_link(mode: str, prompt: str, seed: int, method: str, sampling: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    """Return a link; `sampling` holds values of the page by the names of arguments, of which the defaults are left out."""
+    changed = {name: value for name, value in sampling.items() if (value or None) != (defaults.get(name) or None)}
+    return "?" + urlencode({"mode": mode, "prompt": prompt, "seed": seed, "method": method, **changed})
 
-    Args:
-        defaults: sampling defaults of the model; equal values are left out. more: parameters that only this mode reads.
+
+def read_link(query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of a link, with numbers as such; parameters that no page knows are ignored.
+
+    Raises:
+        ValueError: for a number that is none, or beyond what the page takes.
     """
-    usual = {**{field.name: field.default for field in fields(PageRequest)}, **defaults}
-    values = {key: getattr(request, name) for key, name in _FIELDS.items()}
-    kept = {key: value for key, value in values.items() if key in _ALWAYS or value != usual[_FIELDS[key]]}
-    return "?" + urlencode({**({"mode": mode} if mode != "image" else {}), **kept, **more})
-
-
-def request_of_link(query: Mapping[str, str], defaults: Mapping[str, Any]) -> PageRequest | None:
-    """Return the request that a link means; None if it has no prompt. A missing seed is random."""
-    if not query.get("prompt"):
-        return None
-    given: dict[str, Any] = {name: query[key] for key, name in _FIELDS.items() if query.get(key)}
-    for name in RANGES.keys() & given.keys():
-        given[name] = _parse_number(given[name])
-    return PageRequest(**{**defaults, "seed": new_seed(), **given})
-
-
-def _parse_number(text: str) -> Any:
-    """Return the number in a text, or else the text, which the limits then reject."""
-    try:
-        return int(text) if text.isdecimal() else float(text)
-    except ValueError:
-        return text
+    texts = ("mode", "prompt", "method", "negative_prompt")
+    found: dict[str, Any] = {name: query[name][:MAX_PROMPT] for name in texts if query.get(name)}
+    limits = {"seed": (0, MAX_SEED, 1), **{name: option.slider for name, option in OPTIONS.items()}}
+    for name, (least, most, step) in limits.items():
+        if not (text := query.get(name)):
+            continue
+        try:
+            value = int(text[:20]) if step == 1 else float(text)
+        except ValueError:
+            value = -1
+        if not least <= value <= most:
+            raise ValueError(f"The link has the {name} {short_repr(text)}; it must be from {least} to {most}.")
+        found[name] = value
+    return found

@@ -1,4 +1,4 @@
-"""The look of the page: title, theme, style sheet, scripts and icon."""
+"""The look of the page: theme, style sheet and icon."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from pathlib import Path
 import gradio as gr
 
 CSS = Path(__file__).with_name("style.css")
-TITLE = "vargen: the same image, faster"
-SCRIPT = Path(__file__).with_name("page.js")
-FIRST_SCRIPT = Path(__file__).with_name("leaving.js").read_text("utf-8")  # runs before those of gradio
 FAVICON = Path(__file__).with_name("favicon.svg")
 
 

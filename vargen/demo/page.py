@@ -1,188 +1,271 @@
-"""The page: prompt and buttons on top, one tab per mode, and below them the wall. Also the page of a video model alone."""
+"""The page: prompt and buttons on top, one tab per mode below them, and a wall of examples."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import html
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import gradio as gr
 
-from vargen.demo import first_sight
-from vargen.demo.api import add_api_endpoints
-from vargen.demo.drop_box import build_drop_box
-from vargen.demo.generate_tab import build_generate_tab, connect_generate_tab
-from vargen.demo.history import build_history
-from vargen.demo.image_service import ImageService
-from vargen.demo.inputs import (
-    ANY_STYLE,
-    Inputs,
-    Subject,
-    build_inputs,
-    build_seed,
-    build_top,
-    fill_inputs,
-    fill_subject,
-    filled_inputs,
-)
-from vargen.demo.jobs import QUEUED_EVENT, JobRegistry
-from vargen.demo.links import request_of_link
-from vargen.demo.live_editor import connect_script
-from vargen.demo.live_tab import build_live_tab
-from vargen.demo.look import SCRIPT, TITLE
+from vargen.demo import opening
+from vargen.demo.calls import user_errors
+from vargen.demo.edit_tab import OwnEvent, build_edit_tab
+from vargen.demo.image_tab import build_image_tab
+from vargen.demo.inputs import ANY_STYLE, Mode, Shared, Updates, Values, build_shared, new_seed
+from vargen.demo.known import KnownPrompts
+from vargen.demo.links import MAX_PROMPT, read_link
 from vargen.demo.malformed_requests import Page
-from vargen.demo.method_lists import MethodList
-from vargen.demo.modes import MODES, mode_tab
-from vargen.demo.race_tab import build_race_tab, connect_comparison
-from vargen.demo.rendering import text
-from vargen.demo.video_service import VideoService
-from vargen.demo.video_tab import EXAMPLE, build_video_tab
+from vargen.demo.race_tab import build_race_tab
+from vargen.demo.video_tab import build_video_tab
+from vargen.pipelines.base import VisualPipeline
+from vargen.scoring.protocol import Scorer
 
+TITLE = "vargen: the same image, faster"
 _MAX_QUEUE = 32
-_START_LINKED = "(mode) => { if (mode) window.vargen.startLinked(mode); }"
+_INSTANT: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+# Of events that start a run: gradio follows changes of a state only in its queue.
+_QUEUED: dict[str, Any] = {"concurrency_limit": None, "show_progress": "hidden", "api_visibility": "private"}
+# Browsers keep a page that was left, with its streams, and have six connections to a server; but no page that handles "unload".
+_LEAVE = "() => { addEventListener('unload', () => {}); }"
+_WAITING = "Waiting for a free place …"
+# As a click: the image editor of a tab that gradio itself selects hangs with the next image.
+_PRESS_TAB = "(mode) => { document.querySelector(`button[role=tab][data-tab-id=${mode}]`)?.click(); }"
+_SHOW_LINK = "(link) => { if (link) history.replaceState(null, '', link); }"
 
 
-def build_page(
-    service: ImageService,
-    concurrency: int = 1,
-    video: VideoService | None = None,
-    live: ImageService | None = None,
-    opening: bool = False,
-) -> gr.Blocks:
-    """Build the page of a loaded image model.
+@dataclass(frozen=True)
+class Models:
+    """The pipelines of a page, on their devices.
 
-    Args:
-        concurrency: maximum number of concurrent jobs over all visitors; the others wait in one queue.
-        video: a video model, which gets a mode.
-        live: a model that generates while the visitor types; by default the image model itself, if it is fast enough.
-        opening: whether to open on the recorded race and the wall, whose seeds are those of the packaged models.
+    Attributes:
+        name: of the main model, as visitors see it; no path.
+        image: of images; None on the page of a video model alone. edit: of a next-scale model that starts from images.
+        video: of videos. image_pipe: generates the images that its videos start from.
+        scorer: scores how well an image matches its prompt, and drafts of videos.
+        has_examples: whether the page opens on recorded examples, which are those of the packaged models.
     """
-    registry, queue_options = JobRegistry(), _queue_options(concurrency)
-    private = {**queue_options, "api_visibility": "private"}
-    live = live or (service if service.live else None)
-    modes = ["image"]
-    modes += ["live"] if live is not None else []
-    modes += ["video"] if video is not None else []
-    modes += ["race"]
-    with _page(_describe_model(service, opening), registry, concurrency) as page:
-        shared = build_inputs(service, modes)
-        tabs: dict[str, gr.Tab] = {}
-        with gr.Tabs(elem_id="modes"):
-            with mode_tab("image") as tabs["image"]:
-                view = build_generate_tab(service, shared)
-                if opening:
-                    gr.HTML(first_sight.render_race(), elem_id="race-replay")
-            if live is not None:
-                with mode_tab("live") as tabs["live"]:
-                    pass
-            if video is not None:
-                with mode_tab("video") as tabs["video"]:
-                    build_video_tab(video, registry, shared.subject, private)
-            with mode_tab("race") as tabs["race"]:
-                racers = build_race_tab(service, registry, shared, private)
-                connect_comparison(service, view.compare, view.shown, shared, racers)
-        if live is not None:
-            others = [tab for name, tab in tabs.items() if name != "live"]
-            with tabs["live"]:
-                build_live_tab(live, registry, shared.subject, (others, tabs["live"]), private)
-            connect_script(page)
-        history = build_history()
-        connect_generate_tab(service, registry, shared, view, history, private)
-        if opening:
-            _build_wall(tuple(modes), shared.subject)
-        build_drop_box(service, shared, view, private)
-        _connect_link(page, service, shared, modes, racers)
-        add_api_endpoints(service, queue_options)
-    return page
+
+    name: str
+    image: VisualPipeline | None = None
+    edit: VisualPipeline | None = None
+    video: Any = None
+    image_pipe: VisualPipeline | None = None
+    scorer: Scorer | None = None
+    has_examples: bool = False
 
 
-def build_video_page(service: VideoService, concurrency: int = 1) -> gr.Blocks:
-    """Build the page of a video model alone; see `build_page`."""
-    registry = JobRegistry()
-    with _page(f"<b>{text(service.name)}</b>", registry, concurrency) as page:
-        top = build_top(["video"], example=EXAMPLE)
-        with gr.Accordion("Seed", open=False, elem_id="advanced"):
-            subject = Subject(*top, *build_seed())
-        with gr.Tabs(elem_id="modes"), mode_tab("video"):
-            build_video_tab(service, registry, subject, {**_queue_options(concurrency), "api_visibility": "private"})
-        page.load(None, js="() => { window.vargen.open('video'); }", api_visibility="private")
-        _submit_prompt(subject)
-    return page
+@dataclass(frozen=True)
+class Session:
+    """What belongs to one visitor.
+
+    Attributes:
+        opened: name of the open mode. pinned: whether the next run takes the seed as it is, as one from a link.
+        order: a number; a run starts when it changes.
+    """
+
+    opened: gr.State
+    pinned: gr.State
+    order: gr.State
 
 
-def _describe_model(service: ImageService, packaged: bool) -> str:
-    """Return the name of a model, and what the packaged ones know, as HTML."""
-    return f"<b>{text(service.name)}</b>{' (small images of single objects)' if packaged else ''}"
+@dataclass(frozen=True)
+class Buttons:
+    """The button that starts a run, in whose place the other one stops it."""
+
+    start: gr.Button
+    stop: gr.Button
 
 
-def _queue_options(concurrency: int) -> dict[str, Any]:
-    return {"concurrency_id": "generate", "concurrency_limit": concurrency}
-
-
-def _submit_prompt(subject: Subject) -> None:
-    """Have Enter in the prompt press the start button of the open mode: the other buttons are not laid out."""
-    subject.prompt.submit(None, js="() => { window.vargen.pressOpen(); }", api_visibility="private")
-
-
-def _build_wall(modes: tuple[str, ...], subject: Subject) -> None:
-    gr.HTML(first_sight.render_wall(modes), elem_id="wall")
-    choose = gr.Button(visible="hidden", elem_id="choose")
-    outputs = [*subject.values, subject.once]
-    choose.click(None, None, outputs, js="() => window.vargen.takeChosen()", api_visibility="private")
-
-
-def _connect_link(page: gr.Blocks, service: ImageService, shared: Inputs, modes: Sequence[str], racers: MethodList) -> None:
-    """Have a loaded page generate what its address says."""
-    mode = gr.Textbox(visible=False)
-    arrived = gr.HTML(elem_id="linked")  # page.js waits for it: the other values are there, too, then
-
-    def read_link(request: gr.Request) -> dict[Any, Any]:
-        query = dict(request.query_params)
-        wanted = query.get("mode", "image")
-        methods = query.pop("method", service.default_method).split(",")
-        try:
-            if wanted not in modes:
-                raise ValueError(f"This page has no mode {wanted!r}; it has {', '.join(modes)}.")
-            found = request_of_link({**query, "method": methods[0]}, service.defaults)
-            if found is not None and wanted == "image":
-                service.check(found)
-        except ValueError as error:
-            gr.Warning(text(error))
-            found = None
-        if found is None:
-            return {mode: "", arrived: ""}
-        filled = fill_inputs(shared, found) if wanted == "image" else fill_subject(shared.subject, found)
-        if wanted == "video":  # has no chips of styles
-            filled |= {shared.subject.prompt: found.prompt, shared.subject.style: ANY_STYLE}
-        filled |= racers.select(*methods) if wanted == "race" and len(methods) > 1 else {}
-        return {**filled, mode: wanted, arrived: "<i></i>"}
-
-    outputs = [mode, arrived, *filled_inputs(shared), racers.choice]
-    loaded = page.load(read_link, None, outputs, **QUEUED_EVENT)
-    loaded.success(None, mode, None, js=_START_LINKED, api_visibility="private")
-    _submit_prompt(shared.subject)
-
-
-@contextmanager
-def _page(model: str, registry: JobRegistry, concurrency: int) -> Iterator[gr.Blocks]:
-    """Open a page with its header; jobs of a visitor who closes it are stopped. `model` is HTML."""
+def build_page(models: Models, concurrency: int = 1) -> gr.Blocks:
+    """Build the page. `concurrency`: number of calls at a time, over all visitors."""
+    main = models.image or models.video
+    known = KnownPrompts(main)
+    tabs: dict[str, gr.Tab] = {}
+    modes: dict[str, Mode] = {}
+    own: list[OwnEvent] = []
     with Page(title=TITLE, analytics_enabled=False, delete_cache=(3600, 86400)) as page:
-        summaries = text(json.dumps({name: mode.summary for name, mode in MODES.items()}))  # page.js shows them over the tabs
-        gr.HTML(
-            f'<div class="vg-head" data-modes="{summaries}"><h1>vargen</h1>'
-            f"<p>Fast image and video generation. Model: {model}</p></div>"
+        about = f"Fast image and video generation. Model: **{html.escape(models.name)}**.\n\n{known.describe()}"
+        gr.Markdown(f"# vargen\n{about}", elem_id="head")
+        session = Session(gr.State("image" if models.image else "video"), gr.State(False), gr.State(0))
+        prompt, buttons, style = _build_top(main, known)
+        _build_suggestions(known, prompt, session)
+        with gr.Accordion("Seed and sampling", open=False, elem_id="advanced"):
+            shared, keep = build_shared(main, prompt, style)
+        with gr.Tabs(elem_id="modes"):
+            if models.image is not None:
+                with gr.Tab("Image", id="image") as tabs["image"]:
+                    race = opening.render_race() if models.has_examples else ""
+                    modes["image"] = build_image_tab(models.image, shared, models.scorer, race)
+            if models.edit is not None:
+                with gr.Tab("Edit", id="edit") as tabs["edit"]:
+                    modes["edit"], own = build_edit_tab(models.edit, shared)
+            if models.video is not None:
+                with gr.Tab("Video", id="video") as tabs["video"]:
+                    modes["video"] = build_video_tab(models.video, shared, models.scorer, models.image_pipe)
+            if models.image is not None:
+                with gr.Tab("Race", id="race") as tabs["race"]:
+                    modes["race"] = build_race_tab(models.image, shared)
+        for name, tab in tabs.items():
+            opened = [session.opened, buttons.start]
+            selected = tab.select(partial(_open_mode, name, modes[name]), None, opened, **_INSTANT)
+            if (on_open := modes[name].on_open) is not None:
+                own.append((selected.then, on_open, set()))
+        _connect_runs(shared, keep, buttons, modes, session, own, concurrency)
+        _connect_link(page, main, shared, modes, session)
+        if models.has_examples:
+            _build_wall(shared, modes, session)
+        page.load(None, js=_LEAVE, api_visibility="private")
+    return page.queue(max_size=_MAX_QUEUE, default_concurrency_limit=concurrency)
+
+
+def _connect_runs(
+    shared: Shared,
+    keep: gr.Checkbox,
+    buttons: Buttons,
+    modes: dict[str, Mode],
+    session: Session,
+    own: list[OwnEvent],
+    concurrency: int,
+) -> None:
+    """Connect what starts and stops a run of the open mode, and the events of modes that run by themselves."""
+    notes = [mode.note for mode in modes.values()]
+    inputs = {shared.prompt, shared.style, shared.seed, *shared.sampling.values(), session.opened}
+    inputs |= {each for mode in modes.values() for each in mode.inputs}
+    outputs = [shared.link, *(each for mode in modes.values() for each in mode.outputs)]
+    both: list[Any] = [buttons.start, buttons.stop]
+    queue: dict[str, Any] = {"concurrency_id": "generate", "concurrency_limit": concurrency, "show_progress": "hidden"}
+
+    def set_running(seed: int, kept: bool, pinned: bool) -> list[Any]:
+        chosen = seed if kept or pinned else new_seed()
+        return [gr.Button(visible=False), gr.Button(visible=True), chosen, False, *(_WAITING for _ in notes)]
+
+    def set_idle() -> list[Any]:
+        return [gr.Button(visible=True), gr.Button(visible=False)]
+
+    def say_stopped() -> list[Any]:
+        return [*set_idle(), *("Stopped." for _ in notes)]
+
+    def run_open_mode(values: Values) -> Iterator[Updates]:
+        with user_errors():
+            yield from modes[values[session.opened]].run(values)
+
+    pressed = gr.on(
+        [buttons.start.click, shared.prompt.submit, session.order.change],
+        set_running,
+        [shared.seed, keep, session.pinned],
+        [*both, shared.seed, session.pinned, *notes],
+        **_INSTANT,
+    )
+    running = pressed.then(run_open_mode, inputs, outputs, api_visibility="private", **queue)
+    running.then(set_idle, None, both, **_INSTANT)
+    running.success(None, shared.link, None, js=_SHOW_LINK, api_visibility="private")
+    running.failure(lambda: ["Stopped." for _ in notes], None, notes, **_INSTANT)
+    buttons.stop.click(say_stopped, None, [*both, *notes], cancels=[running], **_INSTANT)
+    shared.seed.input(lambda: True, None, session.pinned, **_INSTANT)
+    for trigger, function, read in own:
+
+        def run_own(values: Values, function: Any = function) -> Iterator[Updates]:
+            if values[session.opened] == "edit":
+                with user_errors():
+                    yield from function(values)
+
+        trigger(run_own, inputs | read, outputs, trigger_mode="always_last", api_visibility="private", **queue)
+
+
+def _open_mode(name: str, mode: Mode) -> list[Any]:
+    return [name, gr.Button(mode.verb)]
+
+
+def _build_top(pipe: VisualPipeline, known: KnownPrompts) -> tuple[gr.Textbox, Buttons, gr.Radio]:
+    """Lay out the prompt, the buttons beside it, and the styles that the model knows."""
+    example = "a hamburger" if not known.names or "hamburger" in known.names else known.names[0]
+    with gr.Row(elem_id="top"):
+        prompt = gr.Textbox(
+            example, show_label=False, container=False, placeholder="Describe what to generate", lines=1, max_lines=4,
+            scale=1, max_length=MAX_PROMPT, autofocus=True, elem_id="prompt",
+        )  # fmt: skip
+        buttons = Buttons(
+            gr.Button("Generate", variant="primary", scale=0, min_width=140, elem_id="start"),
+            gr.Button("Stop", variant="stop", visible=False, scale=0, min_width=140, elem_id="stop"),
         )
-        theme = gr.Button("Light / dark", size="sm", elem_id="theme")
-        theme.click(None, js="() => { window.vargen.toggleTheme(); }", api_visibility="private")
-        page.load(None, js=SCRIPT.read_text("utf-8"), api_visibility="private")
-        yield page
+    styles = [ANY_STYLE, *(pipe.config.get("prompt_styles") or ())]
+    style = gr.Radio(
+        [(f"{each} style", each) for each in styles], value=ANY_STYLE, show_label=False, container=False,
+        visible=len(styles) > 1, elem_id="style", elem_classes="chips",
+    )  # fmt: skip
+    return prompt, buttons, style
 
-        def stop_visitor_jobs(request: gr.Request) -> None:
-            registry.stop_visitor_jobs(request.session_hash or "")
 
-        page.unload(stop_visitor_jobs)
-    # After each request, gradio rebuilds a table of all requests for a dashboard that is not served here.
-    os.environ.setdefault("GRADIO_ANALYTICS_CACHE_FREQUENCY", str(2**31))
-    page.queue(max_size=_MAX_QUEUE, default_concurrency_limit=concurrency)
+def _build_suggestions(known: KnownPrompts, prompt: gr.Textbox, session: Session) -> None:
+    """Offer near prompts when the prompt is far from what the model knows."""
+    far = gr.Markdown(visible=False, elem_id="far")
+    near = gr.Dataset(components=[prompt], samples=[[""]], visible=False, show_label=False, samples_per_page=8, elem_id="near")
+
+    def suggest(typed: str) -> list[Any]:
+        found, unread = known.near(typed), known.unread(typed)
+        message = unread or f"The model does not know “{html.escape(typed)}”. It knows:"
+        shown = bool(found or unread)
+        return [
+            gr.Markdown(message, visible=shown),
+            gr.Dataset(samples=[[each] for each in found] or [[""]], visible=bool(found)),
+        ]
+
+    def take(sample: list[str], order: int) -> list[Any]:
+        return [sample[0], gr.Markdown(visible=False), gr.Dataset(visible=False), order + 1]
+
+    prompt.change(suggest, prompt, [far, near], trigger_mode="always_last", **_INSTANT)
+    near.click(take, [near, session.order], [prompt, far, near, session.order], **_QUEUED)
+
+
+def _connect_link(page: gr.Blocks, pipe: VisualPipeline, shared: Shared, modes: dict[str, Mode], session: Session) -> None:
+    """Have a loaded page generate what its address says."""
+
+    tab = gr.Textbox(visible=False)
+    arrived = gr.State(None)  # changes with a link only: an event that leaves a text alone may still undo what is being typed
+
+    def read_query(request: gr.Request) -> dict[str, str] | None:
+        return dict(request.query_params) if request.query_params.get("prompt") else None
+
+    def follow(query: dict[str, str]) -> Updates:
+        try:
+            found = read_link(query)
+            mode = found.get("mode", session.opened.value)
+            if mode not in modes:
+                raise ValueError(f"This page has no mode {mode!r}; it has {', '.join(modes)}.")
+            chosen = modes[mode].set_method(found["method"]) if "method" in found else {}
+        except (ValueError, TypeError) as error:
+            gr.Warning(html.escape(str(error)))
+            return {session.opened: session.opened.value}
+        sampling = {component: found[name] for name, component in shared.sampling.items() if name in found}
+        seed = {shared.seed: found["seed"], session.pinned: True} if "seed" in found else {}
+        opened = {tab: mode, session.opened: mode, session.order: 1}
+        return {shared.prompt: found["prompt"], shared.style: ANY_STYLE, **chosen, **sampling, **seed, **opened}
+
+    chosen = [each for mode in modes.values() for each in mode.inputs]
+    outputs = [shared.prompt, shared.style, shared.seed, *shared.sampling.values(), session.opened, session.pinned]
+    page.load(read_query, None, arrived, **_QUEUED)
+    followed = arrived.change(follow, arrived, [*outputs, session.order, tab, *chosen], **_QUEUED)
+    followed.success(None, tab, None, js=_PRESS_TAB, api_visibility="private")
+
+
+def _build_wall(shared: Shared, modes: dict[str, Mode], session: Session) -> None:
+    """Lay out images and videos that were generated before; a click generates one again."""
+    wall = opening.read_wall(tuple(modes))
+    tab = gr.Textbox(visible=False)
+    listed = [(str(opening.FOLDER / each["file"]), each["prompt"].partition(",")[0]) for each in wall]
+    tiles = gr.Gallery(
+        listed, label="Examples: click one to generate it", columns=8, height="auto", allow_preview=False,
+        interactive=False, object_fit="contain", elem_id="wall", buttons=[],
+    )  # fmt: skip
+
+    def take(order: int, selected: gr.SelectData) -> list[Any]:
+        tile = wall[int(selected.index)]
+        opened = [tile["mode"], tile["mode"], gr.Gallery(selected_index=None), order + 1]
+        return [tile["prompt"], ANY_STYLE, tile["seed"], True, *opened]
+
+    outputs = [shared.prompt, shared.style, shared.seed, session.pinned, tab, session.opened, tiles, session.order]
+    taken = tiles.select(take, session.order, outputs, **_QUEUED)
+    taken.success(None, tab, None, js=_PRESS_TAB, api_visibility="private")

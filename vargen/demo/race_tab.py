@@ -1,143 +1,109 @@
-"""The Race tab: compares methods side by side on one prompt and seed."""
+"""The Race mode: methods one after the other on one prompt and seed, and whether they generated the same image."""
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import gradio as gr
 import torch
+from PIL import Image
 
-from vargen.demo import rendering
-from vargen.demo.history import PastImage
-from vargen.demo.image_service import ImageService
-from vargen.demo.inputs import Inputs, fill_inputs, filled_inputs, make_request
-from vargen.demo.jobs import (
-    INSTANT_EVENT,
-    POLL_SECONDS,
-    Job,
-    JobControls,
-    JobRegistry,
-    JobResult,
-    Ticket,
-    connect_job,
-    job_card,
-)
-from vargen.demo.links import link_to
-from vargen.demo.method_lists import MethodList, build_method_list
-from vargen.demo.rendering import ResultCard
-from vargen.demo.request import MAX_RACERS, PageRequest
+from vargen.demo.calls import Progress, generate
+from vargen.demo.inputs import SPEEDS, Mode, Shared, Updates, Values, build_methods, plain_name
+from vargen.demo.links import make_link
+from vargen.demo.opening import text
+from vargen.pipelines.base import VisualPipeline
 
-# Selected first, as far as the model runs them: the baseline, a method with the same image, and a relaxed one.
-_DEFAULT_RACERS = ("ar", "gumbel", "gsd", "plain", "code")
+_MOST = 4
 
 
-def build_race_tab(service: ImageService, registry: JobRegistry, shared: Inputs, queue_options: dict[str, Any]) -> MethodList:
-    """Lay out the mode and connect its events. Returns the list of methods, which a link selects from."""
-    names = [each.name for each in service.available]
-    note = gr.HTML(rendering.status_line("", "off"), elem_id="race-note")
+@dataclass
+class Lane:
+    """A method of a race, how far it is, and whether it generated the image of the baseline, if that is known."""
+
+    method: str
+    progress: Progress | None = None
+    same: bool | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.progress is not None and self.progress.result is not None
+
+
+def build_race_tab(pipe: VisualPipeline, shared: Shared) -> Mode:
+    """Lay out the mode. Slow methods start first, so that the others can be compared with them."""
+    chosen = build_methods(pipe, "racers", multiselect=True, max_choices=_MOST)
+    note = gr.Markdown("One prompt and seed, one method after the other. Press Race.", elem_id="race-note")
     track = gr.HTML(elem_id="track")
-    # The style sheet hides it while it has no images: gradio at times keeps what was hidden by an update.
-    slider = gr.ImageSlider(label="Slide to compare", type="filepath", interactive=False, buttons=[], elem_id="slider")
-    racers = build_method_list(
-        gr.CheckboxGroup, service.available, [name for name in _DEFAULT_RACERS if name in names] or names[:2],
-        f"Methods, two to {MAX_RACERS}", elem_id="racers", elem_classes="methods",
-    )  # fmt: skip
 
-    def validate_racers(*values: Any) -> list[PageRequest]:
-        *own, selected = values
-        if not 2 <= len(selected) <= MAX_RACERS:
-            raise ValueError(f"Choose two to {MAX_RACERS} methods to race; {len(selected)} are chosen.")
-        return [make_request(service, own, name) for name in sorted(selected, key=names.index)]
+    def run(values: Values) -> Iterator[Updates]:
+        prompt, seed = shared.read_prompt(values), int(values[shared.seed])
+        methods = values[chosen]
+        if not 2 <= len(methods) <= _MOST:
+            raise ValueError(f"Choose two to {_MOST} methods, not {len(methods)}.")
+        sampling = shared.read_sampling(values, pipe)
+        lanes = [Lane(name) for name in sorted(methods, key=lambda name: name != pipe.baseline)]
+        for lane in lanes:
+            for progress in generate(pipe, prompt, [seed], accelerator=lane.method, **sampling):
+                lane.progress = progress or lane.progress
+                yield {track: render_lanes(lanes, prompt, pipe.num_tokens), note: f"{plain_name(lane.method)} …"}
+            if lane is not lanes[0] and lanes[0].method == pipe.baseline:
+                lane.same = is_same(lanes[0], lane)
+        link = make_link("race", prompt, seed, ",".join(methods), shared.read_values(values), pipe.default_sampling)
+        yield {track: render_lanes(lanes, prompt, pipe.num_tokens), note: describe_race(lanes), shared.link: link}
 
-    def check(*values: Any) -> str:
-        requests = validate_racers(*values)
-        return link_to(requests[0], service.defaults, "race", method=",".join(each.method for each in requests))
+    def select(names: str) -> Updates:
+        for name in names.split(","):
+            pipe.validate_method(name)
+        return {chosen: names.split(",")}
 
-    def run(ticket: Ticket, *values: Any) -> Iterator[list[Any]]:
-        requests = validate_racers(*values)
-        news = f"Racing {len(requests)} methods on “{requests[0].prompt}”, one after the other …"
-        yield [rendering.status_line(news), render_track(service, requests, []), None]
-        jobs: list[Job] = []
-        for request in requests:
-            jobs.append(service.start(request, stop=ticket.stop))
-            while not jobs[-1].done.wait(POLL_SECONDS):
-                yield [gr.skip(), render_track(service, requests, jobs), gr.skip()]
-            if ticket.stop.is_set():
-                break
-        results = [job.result() for job in jobs]
-        news = verdict(results, ticket.stop.is_set(), service.baseline)
-        track_now = render_track(service, requests, jobs)
-        if ticket.stop.is_set():
-            yield [rendering.status_line(news), track_now, gr.skip()]
-            return
-        first, last = (service.save(each)[0] for each in (results[0], results[-1]))
-        track_now += rendering.share_buttons(check(*values))
-        label = f"Slide to compare {results[0].request.method} (left) and {results[-1].request.method} (right)"
-        pair = gr.ImageSlider((first, last), label=label)
-        yield [rendering.status_line(news), track_now, pair]
-
-    controls = JobControls(note, [*shared.sampling, racers.choice], [track, slider])
-    connect_job(registry, shared.subject, "race", controls, check, run, queue_options)
-    return racers
+    return Mode("Race", "Race", run, [chosen], [track, note], note, select)
 
 
-def connect_comparison(service: ImageService, button: gr.Button, shown: gr.State, shared: Inputs, racers: MethodList) -> None:
-    """Have a button race the first of the images in `shown` against the baseline: same prompt, seed and sampling.
-
-    The rival of the baseline itself is the default method, or else another one that the model runs.
-    """
-    others = [service.default_method, *_DEFAULT_RACERS, *(each.name for each in service.available)]
-    known = {each.name for each in service.available} - {service.baseline}
-
-    def take_over(images: Sequence[PastImage]) -> dict[Any, Any]:
-        if not images:
-            return {shared.subject.once: False}
-        request = images[0].request
-        rivals = [request.method] if request.method != service.baseline else [name for name in others if name in known][:1]
-        return {**fill_inputs(shared, request), **racers.select(service.baseline, *rivals)}
-
-    taken = button.click(take_over, shown, [*filled_inputs(shared), racers.choice], **INSTANT_EVENT)
-    start = "() => { window.vargen.start('race'); window.vargen.showResult(); }"
-    taken.success(None, None, None, js=start, api_visibility="private")
+def is_same(one: Lane, other: Lane) -> bool:
+    """Whether two finished lanes hold the same image, token for token."""
+    assert one.progress is not None and other.progress is not None
+    return torch.equal(one.progress.result.tokens, other.progress.result.tokens)
 
 
-def render_track(service: ImageService, requests: Sequence[PageRequest], jobs: Sequence[Job]) -> str:
-    """Render a card per method and their chart; methods that have not started yet are empty."""
-    baseline = next((job.finished for job in jobs if job.request.method == service.baseline), None)
-    started: list[Job | None] = [*jobs, *[None] * (len(requests) - len(jobs))]
-    cards = [_make_card(service, request, job, baseline) for request, job in zip(requests, started, strict=True)]
-    return rendering.result_cards(cards, requests[0].prompt) + rendering.chart(cards)
+def describe_race(lanes: Sequence[Lane]) -> str:
+    """Return who was first, and who generated the same image, in a line."""
+    first = min(lanes, key=lambda lane: lane.progress.seconds if lane.progress else 0.0)
+    same = [plain_name(lane.method) for lane in lanes if lane.same]
+    line = f"**{plain_name(first.method)} was first.**"
+    return f"{line} {' and '.join(same)} gave the same image as {plain_name(lanes[0].method)}." if same else line
 
 
-def _make_card(service: ImageService, request: PageRequest, job: Job | None, baseline: JobResult | None) -> ResultCard:
-    method = service.method(request.method)
-    kind, caption, badge = method.kind if method else "", "", ""
-    slow = rendering.plain_name(service.baseline)
-    if job is not None and (result := job.finished) is not None:
-        caption = f"{result.seconds:.2f} s, {result.stats.passes} steps"
-        if baseline is not None and baseline is not result and not baseline.stopped:
-            caption += f", {baseline.seconds / result.seconds:.2f} times as fast as {slow}"
-            badge = f"Same image as {slow}" if identical(result, baseline) else ""
-        if score := rendering.score_caption(result.records[0]):
-            caption += f", {score}"
-        if kind == "relaxed":
-            caption += f", relaxation {result.relaxation_per_token:.3f} per token"
-    return job_card(request.method, kind, job, service.total, caption, badge)
+def render_lanes(lanes: Sequence[Lane], prompt: str, total: int) -> str:
+    """Show each lane's image, its time as a bar beside the longest, and a badge on the image that is the first lane's."""
+    longest = max((lane.progress.seconds for lane in lanes if lane.progress and lane.finished), default=0.0)
+    return f'<div class="vg-lanes">{"".join(_render_lane(lane, lanes[0], prompt, total, longest) for lane in lanes)}</div>'
 
 
-def identical(one: JobResult, other: JobResult) -> bool:
-    """Whether two results are the same image, token for token."""
-    return torch.equal(one.tokens, other.tokens)
+def _render_lane(lane: Lane, first: Lane, prompt: str, total: int, longest: float) -> str:
+    progress = lane.progress
+    if progress is None:
+        image, caption = '<div class="vg-image"></div>', "waiting"
+    else:
+        image = f'<img class="vg-image" alt="{text(prompt)}, by {text(lane.method)}" src="{_inline(progress.images[0])}">'
+        caption = f"{progress.seconds:.2f} s, {progress.passes} steps"
+    bar = f'<progress max="{total}" value="{progress.tokens if progress else 0}" aria-label="tokens generated"></progress>'
+    if progress and lane.finished:
+        bar = f'<i class="vg-bar" style="--share:{progress.seconds / (longest or 1):.3f}"></i>'
+        if lane is not first and first.progress:
+            caption += f", {first.progress.seconds / (progress.seconds or 1):.1f} times as fast"
+        if relaxation := progress.result.stats.relaxation_per_token:
+            caption += f", relaxation {relaxation:.3f} per token"
+    badge = f'<strong class="vg-badge">✓ Same image as {text(SPEEDS[first.method][0])}</strong>' if lane.same else ""
+    return (
+        f"<figure><figcaption><b>{text(plain_name(lane.method))}</b></figcaption>{image}{bar}<p>{caption}</p>{badge}</figure>"
+    )
 
 
-def verdict(results: Sequence[JobResult], stopped: bool, baseline_name: str) -> str:
-    """Summarize the result of the race in one line."""
-    if stopped:
-        return "The race was stopped."
-    fastest = min(results, key=lambda each: each.seconds)
-    line = f"{rendering.plain_name(fastest.request.method)} was first: {fastest.seconds:.2f} seconds."
-    baseline = next((each for each in results if each.request.method == baseline_name), None)
-    same = [each for each in results if baseline and each is not baseline and identical(each, baseline)]
-    names = "It" if same == [fastest] else " and ".join(rendering.plain_name(each.request.method) for each in same)
-    return line + (f" {names} gave the same image as {rendering.plain_name(baseline_name)}." if same else "")
+def _inline(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
