@@ -147,7 +147,7 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("--transformer a.pt", "a.pt"), ("--transformer text.png", "text.png"), ("", "transformer"),
         ("--transformer empty", "transformer"), ("--transformer text.png --id2label empty", "id2label"),
     ],
-    "regenerate": [("gone.png", "image"), ("cat.png", "vargen parameters")],
+    "regenerate": [("gone.png", "gone.png"), ("cat.png", "vargen parameters")],
 }  # fmt: skip
 COMMANDS["generate a --model TEXT"] += [(" ".join(pair), pair[0][2:].replace("-", "_")) for pair in SAMPLING]
 

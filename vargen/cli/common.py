@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 METHODS = (
     "auto", "ar", "sjd", "scd", "gumbel", "gsd", "mulo-exact", "mulo", "speculative", "eagle", "lantern", "medusa",
     "lantern-jacobi", "wavefront", "pac", "gumbel-tree", "speculative-tree", "layer-skip", "lookup", "recycle", "eagle-gumbel",
-    "eagle-2", "plain", "code", "economy", "target", "sdvg", "sdvg-learned", "stride", "early-exit",
+    "eagle-2", "plain", "code", "economy", "target", "sdvg", "sdvg-learned", "stride", "early-exit"
 )  # fmt: skip
 MAX_IMAGES = 1_000_000  # per command: more than any published evaluation has, and small enough for memory
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -61,13 +61,9 @@ Guidance = Annotated[float | None, _sampling("guidance_scale", "X")]
 Temperature = Annotated[float | None, _sampling("temperature", "X")]
 TopK = Annotated[int | None, _sampling("top_k", "N")]
 TopP = Annotated[float | None, _sampling("top_p", "X")]
-Seed = Annotated[
-    int,
-    typer.Option(min=0, max=MAX_SEED, metavar="N", help="Seed of the first image; the next has seed + 1."),
-]
+Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, metavar="N", help="Seed of the first image; the next has seed + 1.")]
 ModelName = Annotated[
-    str,
-    typer.Option(metavar="NAME|DIR|HUB ID", help="A packaged model (see `vargen info`), a folder, or a hub id."),
+    str, typer.Option(metavar="NAME|DIR|HUB ID", help="A packaged model (see `vargen info`), a folder, or a hub id.")
 ]
 Method = Annotated[
     str | None,
@@ -76,18 +72,9 @@ Method = Annotated[
         help="Method, also with settings as in gumbel:window=8; `vargen info presets` lists them. Default: the model's.",
     ),
 ]
-NumBlocks = Annotated[
-    int | None,
-    video_option(min=1, metavar="N", help="Number of blocks. Default: the model's."),
-]
-Tau = Annotated[
-    float | None,
-    video_option(metavar="X", help="Score that a drafted block needs, on the scorer's scale."),
-]
-Device = Annotated[
-    Literal["auto", "cpu", "cuda"],
-    machine_option(help="auto: a GPU if there is one."),
-]
+NumBlocks = Annotated[int | None, video_option(min=1, metavar="N", help="Number of blocks. Default: the model's.")]
+Tau = Annotated[float | None, video_option(metavar="X", help="Score that a drafted block needs, on the scorer's scale.")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], machine_option(help="auto: a GPU if there is one.")]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     machine_option(help="Of the transformer's weights. auto: the fastest on this device."),
@@ -101,8 +88,7 @@ Threads = Annotated[
     machine_option(min=1, metavar="N", help="CPU threads. Default: autotuned; for training and measurements, torch's."),
 ]
 Json = Annotated[
-    str | None,
-    typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or to stdout (-) instead of the table."),
+    str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or to stdout (-) instead of the table.")
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
@@ -254,10 +240,7 @@ def slugify(text: str) -> str:
 
 
 def resolve_outputs(
-    output: str | None,
-    stems: list[str],
-    name: str = "output",
-    suffixes: tuple[str, ...] = IMAGE_SUFFIXES,
+    output: str | None, stems: list[str], name: str = "output", suffixes: tuple[str, ...] = IMAGE_SUFFIXES
 ) -> list[OutputFile]:
     """Return the file of each image; `stems` name the files that the user does not name.
 
@@ -307,10 +290,7 @@ def validate_writable(folder: Path, name: str = "output") -> None:
 
 
 def check_outputs(
-    outputs: Mapping[str, Iterable[OutputFile | None]],
-    inputs: Mapping[str, Path | None],
-    *models: str,
-    run: Path | None = None,
+    outputs: Mapping[str, Iterable[OutputFile | None]], inputs: Mapping[str, Path | None], *models: str, run: Path | None = None
 ) -> None:
     """Raise ValueError if two outputs are the same file, or if one would overwrite an input, a model or a file of a run.
 

@@ -29,8 +29,7 @@ def compare(
         ),
     ] = None,
     output: Annotated[
-        str,
-        typer.Option("-o", "--output", metavar="FILE.png", help="The images, one row per method."),
+        str, typer.Option("-o", "--output", metavar="FILE.png", help="The images, one row per method.")
     ] = "comparison.png",
     as_json: common.Json = None,
     seed: common.Seed = 0,
@@ -41,10 +40,7 @@ def compare(
     top_p: common.TopP = None,
     num_blocks: common.NumBlocks = None,
     tau: common.Tau = None,
-    scorer: Annotated[
-        str | None,
-        video_option(metavar="NAME", help="Scores drafted blocks. Default: emoji-scorer."),
-    ] = None,
+    scorer: Annotated[str | None, video_option(metavar="NAME", help="Scores drafted blocks. Default: emoji-scorer.")] = None,
     dtype: common.Dtype = "auto",
     quantization: common.Quantization = None,
     device: common.Device = "auto",

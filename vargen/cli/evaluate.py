@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -60,12 +61,10 @@ def evaluate(
         image_option(metavar="N", help="Images of a list where each that ends makes room for one. Default: fixed batches."),
     ] = None,
     shard: Annotated[
-        str,
-        image_option(metavar="I/N", help="Generate only part I of N, from 1; other processes generate the others."),
+        str, image_option(metavar="I/N", help="Generate only part I of N, from 1; other processes generate the others.")
     ] = "1/1",
     generate_only: Annotated[
-        bool,
-        image_option("--generate-only", help="Only generate; `vargen eval --images DIR` scores them later."),
+        bool, image_option("--generate-only", help="Only generate; `vargen eval --images DIR` scores them later.")
     ] = False,
     guidance_scale: common.Guidance = None,
     temperature: common.Temperature = None,
@@ -100,16 +99,13 @@ def evaluate(
         images_option(metavar="DIR|FILE", help="Only score these: a run, a folder of images, or samples: .npz, .npy."),
     ] = None,
     skip_unreadable: Annotated[
-        bool,
-        images_option("--skip-unreadable", help="Skip those that cannot be read, and report them."),
+        bool, images_option("--skip-unreadable", help="Skip those that cannot be read, and report them.")
     ] = False,
     export_samples: Annotated[
-        Path | None,
-        images_option(metavar="FILE.npz", help="Also write them as samples in ADM's layout."),
+        Path | None, images_option(metavar="FILE.npz", help="Also write them as samples in ADM's layout.")
     ] = None,
     save_reference: Annotated[
-        Path | None,
-        images_option(metavar="FILE.npz", help="Also write their statistics, for --reference."),
+        Path | None, images_option(metavar="FILE.npz", help="Also write their statistics, for --reference.")
     ] = None,
     reference_features: Annotated[
         int | None,
@@ -118,12 +114,10 @@ def evaluate(
         ),
     ] = None,
     backend: Annotated[
-        Literal["local", "ray"],
-        machine_option(help="ray: several processes or machines (needs the extra `ray`)."),
+        Literal["local", "ray"], machine_option(help="ray: several processes or machines (needs the extra `ray`).")
     ] = "local",
     num_workers: Annotated[
-        int | None,
-        machine_option(min=1, metavar="N", help="Processes of --backend ray. Default: one per GPU, or core."),
+        int | None, machine_option(min=1, metavar="N", help="Processes of --backend ray. Default: one per GPU, or core.")
     ] = None,
     batch_size: Annotated[int, machine_option(min=1, metavar="N", help="Images generated at once.")] = 8,
     dtype: common.Dtype = "auto",
@@ -137,7 +131,7 @@ def evaluate(
     quality_vs_speed.png and methods.png to DIR. Run the same command again to resume an interrupted run. Image k has
     the seed --seed + k, regardless of batch size, shard and backend.
     """
-    sampling = common.chosen(ctx, common.SAMPLING)
+    sampling, json_file = common.chosen(ctx, common.SAMPLING), common.result_file(as_json)
     if backend == "local":
         common.reject(ctx, "needs --backend ray; otherwise there is one process (see --shard)", "num_workers")
     if images is not None:
@@ -153,7 +147,7 @@ def evaluate(
     part, folder = parse_shard(shard), expand_user(output, "output")
     common.check_names(model)
     inputs = {"prompt_file": prompt_file, "reference": reference}
-    common.check_outputs({"json": [common.result_file(as_json)]}, inputs, model, run=folder)
+    common.check_outputs({"json": [json_file]}, inputs, model, run=folder)
     common.validate_writable(folder)
     inspected = common.inspect(ctx, model)
     machine = common.loading(ctx, inspected.folder)
@@ -161,18 +155,25 @@ def evaluate(
         common.reject(ctx, "is for image models, and this model generates video", "reference", "resize")
         evaluate_videos(ctx, inspected, machine, folder)
         return
-
-    from vargen.evaluation.generation import GenerationPlan, generate_missing_images
-    from vargen.evaluation.run_directory import MEASUREMENTS, RunDirectory
+    from vargen.evaluation.generation import GenerationPlan, generate_missing_images, select_classes
+    from vargen.evaluation.run_directory import RunDirectory
+    from vargen.pipelines.validation import validate_prompts
     from vargen.specs import split_specs
 
-    prompts, run_on = select_prompts(ctx, inspected), select_backend(ctx)
+    subjects: list[Any]
+    if inspected.is_class_conditional:
+        common.reject(ctx, "is for models of text: give --classes", "prompt_file")
+        number, names = inspected.num_classes, inspected.class_names
+        subjects = select_classes(classes or "each", number, names, seed, num_images or 0)
+    else:
+        common.reject(ctx, "is for models of classes: give --prompt-file", "classes")
+        subjects = validate_prompts(common.read_prompts(prompt_file), "prompts")
     plan = GenerationPlan(
         model=model,
         output=str(folder),
         methods=tuple(split_specs(methods or [inspected.baseline])),
-        prompts=tuple(prompts),
-        num=num_images or len(prompts),
+        prompts=tuple(subjects),
+        num=num_images or len(subjects),
         seed=seed,
         batch=batch_size,
         sampling=sampling,
@@ -183,86 +184,62 @@ def evaluate(
         unit=unit_size,
     )
     plan.validate()
-    run, models, statistics = RunDirectory(folder), None, None
-    if not generate_only:  # before hours of generation: missing weights, and statistics of another extractor
-        models = load_metrics(ctx, model)
-        statistics = load_reference(ctx, models, run.path / MEASUREMENTS)
+    run = RunDirectory(folder)
+    # Before hours of generation: missing weights, and statistics of another extractor.
+    metrics = None if generate_only else load_metrics(ctx, model, run)
     with progress_bar("generating", "images") as show:
-        count = generate_missing_images(plan, *part, backend=run_on, progress=show)
+        count = generate_missing_images(plan, *part, backend=select_backend(ctx), progress=show)
     missing = len(plan.pending_batches(run.complete_records()))
-    if models is None or missing:
+    if metrics is None or missing:
         others = f"; other shards still have to generate {missing} batches" if missing else ""
         print_status(f"{count} images generated{others}. Score them with: vargen eval --images {output}")
     else:
-        score_run(ctx, run, models, statistics)
+        score_run(ctx, run, *metrics)
 
 
 def parse_shard(text: str) -> tuple[int, int]:
     """Parse a shard I/N; raises ValueError unless I is from 1 to N."""
-    own, slash, count = text.partition("/")
-    if not slash or not own.isdecimal() or not count.isdecimal() or not 1 <= int(own) <= int(count) <= 100_000:
+    numbers = [int(part) for part in text.split("/") if part.isdecimal() and len(part) < 6]
+    if "/".join(map(str, numbers)) != text or len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
         raise ValueError(f"shard must be I/N with I from 1 to N, such as 1/2 and 2/2, got {short_repr(text)}")
-    return int(own), int(count)
+    return numbers[0], numbers[1]
 
 
 def select_backend(ctx: typer.Context) -> Backend:
     """Select where images are generated and scored: in this process, or on Ray."""
-    if ctx.params["backend"] == "ray":
-        from vargen.evaluation.ray_backend import ray_backend
-
-        place = select_device(ctx.params["device"]).type
-        return ray_backend(ctx.params["num_workers"], place, ctx.params["threads"])
     from vargen.evaluation.generation import run_locally
+    from vargen.evaluation.ray_backend import ray_backend
 
-    return run_locally
-
-
-def select_prompts(ctx: typer.Context, model: VisualPipeline) -> list[Any]:
-    """Return the prompts or the classes to generate in turn."""
-    from vargen.evaluation.generation import select_classes
-    from vargen.pipelines.validation import validate_prompts
-
-    if not model.is_class_conditional:
-        common.reject(ctx, "is for models of classes: give --prompt-file", "classes")
-        return validate_prompts(common.read_prompts(ctx.params["prompt_file"]), "prompts")
-    common.reject(ctx, "is for models of text: give --classes", "prompt_file")
-    seed, count = ctx.params["seed"], ctx.params["num_images"] or 0
-    return select_classes(ctx.params["classes"] or "each", model.num_classes, model.class_names, seed, count)
+    place = select_device(ctx.params["device"]).type
+    on_ray = ctx.params["backend"] == "ray"
+    return ray_backend(ctx.params["num_workers"], place, ctx.params["threads"]) if on_ray else run_locally
 
 
-def load_metrics(ctx: typer.Context, model: str) -> MetricModels:
-    """Load each scorer and extractor once, so that missing weights are reported before anything else.
+def load_metrics(ctx: typer.Context, model: str, run: RunDirectory | None) -> tuple[MetricModels, FeatureStatistics | None]:
+    """Load scorers, extractor and the statistics of the reference, so that what is missing is reported before anything else.
 
     Args:
-        model: provides the default scorer and extractor; empty for none.
+        model: provides the default scorer and extractor; empty for none. run: keeps measurements of the reference.
     """
+    from vargen.evaluation.evaluate import default_reference, load_reference
     from vargen.evaluation.measurement import MetricModels
+    from vargen.evaluation.run_directory import MEASUREMENTS
     from vargen.scoring import default_scorer
     from vargen.specs import split_specs
 
     packaged = default_scorer(model) if model else None
-    scorers, extractor = ctx.params["scorers"], ctx.params["extractor"]
-    names = split_specs(scorers if scorers is not None else packaged or "")
-    loaded = MetricModels(
-        scorers=tuple(name for name in names if name != "none"),
+    scorers, extractor, reference = (ctx.params[name] for name in ("scorers", "extractor", "reference"))
+    models = MetricModels(
+        scorers=tuple(name for name in split_specs(packaged or "" if scorers is None else scorers) if name != "none"),
         extractor=None if extractor == "none" else extractor or packaged,
         resize=ctx.params["resize"],
         keep_going=ctx.params["skip_unreadable"],
         device=str(select_device(ctx.params["device"])),
         threads=ctx.params["threads"],
     )
-    loaded.load()
-    return loaded
-
-
-def load_reference(ctx: typer.Context, models: MetricModels, cache: Path | None = None) -> FeatureStatistics | None:
-    """Load the reference of --reference; by default the packaged one of the extractor, if there is one."""
-    from vargen.evaluation.evaluate import default_reference, load_reference
-
-    if (path := ctx.params["reference"]) is not None:
-        return load_reference(expand_user(path, "reference"), models, cache)
-    found = default_reference(models.extractor)
-    return None if found is None else load_reference(found, models)
+    models.load()
+    file = default_reference(models.extractor) if reference is None else expand_user(reference, "reference")
+    return models, None if file is None else load_reference(file, models, run and run.path / MEASUREMENTS)
 
 
 def score_run(ctx: typer.Context, run: RunDirectory, models: MetricModels, reference: FeatureStatistics | None) -> None:
@@ -279,41 +256,39 @@ def score_run(ctx: typer.Context, run: RunDirectory, models: MetricModels, refer
 def evaluate_images(ctx: typer.Context, path: Path) -> None:
     """Score a run, a folder of images or a file of samples; write them as samples and as a reference if it is asked for."""
     prompt_file, names = ctx.params["prompt_file"], ("export_samples", "save_reference")
-    files = {name: common.result_file(ctx.params[name], ".npz", name) for name in names}
-    outputs = {name: [file] for name, file in {**files, "json": common.result_file(ctx.params["as_json"])}.items()}
-    inputs = {"images": path, "prompt_file": prompt_file, "reference": ctx.params["reference"]}
-    common.check_outputs(outputs, inputs)
-    samples, saved = (files[name] for name in names)
+    samples, saved = (common.result_file(ctx.params[name], ".npz", name) for name in names)
+    outputs = {"export_samples": [samples], "save_reference": [saved], "json": [common.result_file(ctx.params["as_json"])]}
+    common.check_outputs(outputs, {"images": path, **{name: ctx.params[name] for name in ("prompt_file", "reference")}})
     import_libraries()
-
     from vargen.evaluation.evaluate import evaluate_folder, evaluate_samples, export_adm_samples, statistics_of
     from vargen.evaluation.features import Extractor
     from vargen.evaluation.image_files import list_images
-    from vargen.evaluation.run_directory import MEASUREMENTS, RUN_FILE, RunDirectory
+    from vargen.evaluation.run_directory import RUN_FILE, RunDirectory
 
     if (path / RUN_FILE).is_file():
         common.reject(ctx, f"is for a folder of images, and {str(path)!r} is a run", "prompt_file", *names)
         run = RunDirectory(path)
-        models = load_metrics(ctx, str(run.settings()["model"]))
-        score_run(ctx, run, models, load_reference(ctx, models, path / MEASUREMENTS))
+        score_run(ctx, run, *load_metrics(ctx, str(run.settings()["model"]), run))
         return
-    models, images = load_metrics(ctx, ""), []
-    extractor = models.load().get("extractor")
+    images = []
     if path.is_file():
         common.reject(ctx, f"is for a folder of images, and {str(path)!r} is a file", "prompt_file", "export_samples")
-        found = evaluate_samples(path, models, load_reference(ctx, models))
     else:
         images = list_images(path, None if prompt_file is None else common.read_prompts(prompt_file))
-        if prompt_file is not None:  # so that a wrong order is noticed
-            ends = [f"{short_repr(Path(each.file).name)} is {short_repr(each.text)}" for each in (images[0], images[-1])]
-            print_status(f"prompts by natural order of file names: {', ...; '.join(dict.fromkeys(ends))}")
-        if not models.scorers and models.extractor is None and samples is None:
-            raise ValueError("nothing to do: give --scorers, such as emoji-scorer, --extractor or --export-samples")
-        if saved is not None and not isinstance(extractor, Extractor):
-            raise ValueError("save_reference needs --extractor")
-        statistics = load_reference(ctx, models)
-        with progress_bar("scoring", "images") as show:
-            found = evaluate_folder(path.name, images, models, statistics, None, select_backend(ctx), show)
+    models, reference = load_metrics(ctx, "", None)
+    extractor = models.load().get("extractor")
+    if not models.scorers and extractor is None and samples is None:
+        raise ValueError("nothing to do: give --scorers, such as emoji-scorer, --extractor or --export-samples")
+    if saved is not None and not isinstance(extractor, Extractor):
+        raise ValueError("save_reference needs --extractor")
+    if prompt_file is not None:  # so that a wrong order is noticed
+        ends = [f"{short_repr(Path(each.file).name)} is {short_repr(each.text)}" for each in (images[0], images[-1])]
+        print_status(f"prompts by natural order of file names: {', ...; '.join(dict.fromkeys(ends))}")
+    with progress_bar("scoring", "images") as show:
+        if images:
+            found = evaluate_folder(path.name, images, models, reference, None, select_backend(ctx), show)
+        else:
+            found = evaluate_samples(path, models, reference)
 
     def save() -> list[Path]:
         if saved is not None and isinstance(extractor, Extractor):
@@ -327,14 +302,13 @@ def evaluate_images(ctx: typer.Context, path: Path) -> None:
     write_result(ctx, found, save)
 
 
-def write_result(ctx: typer.Context, found: EvaluationResult, *others: Any) -> None:
+def write_result(ctx: typer.Context, found: EvaluationResult, save: Callable[[], list[Path]]) -> None:
     """Write the table for the terminal or the JSON document, and other files."""
     from vargen.evaluation.report import group_notes, image_columns, table_cells, to_json
 
     heads, rows = table_cells(image_columns(found.rows, found.baseline), found.rows)
-    lines = table(heads, rows, "<" + ">" * (len(heads) - 1)) + "\n"
-    lines += "".join(f"note: {note}\n" for note in group_notes(found.rows))
-    common.write_results(ctx.params["as_json"], lines, to_json(found.rows, found.baseline, found.about), *others)
+    lines = [table(heads, rows, "<" + ">" * (len(heads) - 1)), *(f"note: {note}" for note in group_notes(found.rows)), ""]
+    common.write_results(ctx.params["as_json"], "\n".join(lines), to_json(found.rows, found.baseline, found.about), save)
 
 
 def evaluate_videos(ctx: typer.Context, model: VisualPipeline, machine: dict[str, Any], folder: Path) -> None:
@@ -348,10 +322,10 @@ def evaluate_videos(ctx: typer.Context, model: VisualPipeline, machine: dict[str
     about = describe_machine()
     setup = f"{about['cpu']}, {about['threads']} CPU threads, torch {about['torch']}; seeds from {found.seed}"
 
-    def write_report() -> list[Path]:
+    def save() -> list[Path]:
         metrics, report = folder / "metrics.json", folder / "report.md"
         common.write_text(metrics, to_json(found.to_dict()) + "\n")
         common.write_text(report, video_to_markdown(found, setup))
         return [metrics, report, save_strips(found, OutputFile(folder / "strips.png"))]
 
-    common.write_results(ctx.params["as_json"], video_table(found), found.to_dict(), write_report)
+    common.write_results(ctx.params["as_json"], video_table(found), found.to_dict(), save)

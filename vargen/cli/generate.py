@@ -12,8 +12,7 @@ import typer
 
 from vargen.cli import common
 from vargen.cli.common import MAX_IMAGES, OutputFile, image_option, machine_option, video_option
-from vargen.cli.console import import_libraries, print_json, print_status
-from vargen.device import set_threads
+from vargen.cli.console import print_json, print_status
 from vargen.files import expand_user
 from vargen.reading import open_image
 from vargen.values import MAX_SEED
@@ -30,8 +29,7 @@ Job = tuple[Any, int, OutputFile]  # prompt or class, seed, file
 def generate(
     ctx: typer.Context,
     prompts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="PROMPT...|-", help="What to generate; -: prompts from stdin, one per line."),
+        list[str] | None, typer.Argument(metavar="PROMPT...|-", help="What to generate; -: prompts from stdin, one per line.")
     ] = None,
     output: Annotated[
         str | None,
@@ -50,8 +48,7 @@ def generate(
     ] = None,
     model: common.ModelName = "emoji",
     num_images_per_prompt: Annotated[
-        int,
-        typer.Option("--num-images-per-prompt", "-n", min=1, max=1024, metavar="N", help="Images of each prompt."),
+        int, typer.Option("--num-images-per-prompt", "-n", min=1, max=1024, metavar="N", help="Images of each prompt.")
     ] = 1,
     seed: Annotated[
         int | None,
@@ -59,8 +56,7 @@ def generate(
     ] = None,
     accelerator: common.Method = None,
     image: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Image to start from, of the model's size (next-scale models, video)."),
+        Path | None, typer.Option(metavar="FILE", help="Image to start from, of the model's size (next-scale models, video).")
     ] = None,
     scorer: Annotated[
         str | None,
@@ -69,28 +65,21 @@ def generate(
     as_json: common.JsonFlag = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress bar and no summary.")] = False,
     class_label: Annotated[
-        list[str] | None,
-        image_option(metavar="N|NAME", help="Class to generate, instead of a prompt; may be repeated."),
+        list[str] | None, image_option(metavar="N|NAME", help="Class to generate, instead of a prompt; may be repeated.")
     ] = None,
     mask_image: Annotated[
-        Path | None,
-        image_option(metavar="FILE", help="White, or transparent, where --image is regenerated; of the same size."),
+        Path | None, image_option(metavar="FILE", help="White, or transparent, where --image is regenerated; of the same size.")
     ] = None,
     strength: Annotated[
         float | None,
         image_option(metavar="X", help="Fraction of the scales to regenerate, 0 to 1. Default: 0.8, and 1 with a mask."),
     ] = None,
-    negative_prompt: Annotated[
-        str | None,
-        image_option(metavar="TEXT", help="What guidance leads away from."),
-    ] = None,
+    negative_prompt: Annotated[str | None, image_option(metavar="TEXT", help="What guidance leads away from.")] = None,
     best_of: Annotated[
-        int,
-        image_option(min=1, metavar="N", help="Generate N candidates of each image and keep the best."),
+        int, image_option(min=1, metavar="N", help="Generate N candidates of each image and keep the best.")
     ] = 1,
     contact_sheet: Annotated[
-        str | None,
-        image_option(metavar="FILE", help="Also write one image of all images with their prompts."),
+        str | None, image_option(metavar="FILE", help="Also write one image of all images with their prompts.")
     ] = None,
     guidance_scale: common.Guidance = None,
     temperature: common.Temperature = None,
@@ -98,18 +87,11 @@ def generate(
     top_p: common.TopP = None,
     num_blocks: common.NumBlocks = None,
     tau: common.Tau = None,
-    motion: Annotated[
-        int | None,
-        video_option(metavar="N", help="Level of motion, for models trained with one."),
-    ] = None,
+    motion: Annotated[int | None, video_option(metavar="N", help="Level of motion, for models trained with one.")] = None,
     image_model: Annotated[
-        str | None,
-        video_option(metavar="NAME|DIR|none", help="Generates the image to start from. Default: the model's own."),
+        str | None, video_option(metavar="NAME|DIR|none", help="Generates the image to start from. Default: the model's own.")
     ] = None,
-    batch_size: Annotated[
-        int,
-        machine_option(min=1, metavar="N", help="Images generated at once, including candidates."),
-    ] = 8,
+    batch_size: Annotated[int, machine_option(min=1, metavar="N", help="Images generated at once, including candidates.")] = 8,
     dtype: common.Dtype = "auto",
     quantization: common.Quantization = None,
     device: common.Device = "auto",
@@ -125,20 +107,16 @@ def generate(
     if (count := len(subjects) * num_images_per_prompt) > MAX_IMAGES:
         raise ValueError(f"the number of images must be at most {MAX_IMAGES}, got {count}")
     first = secrets.randbelow(2**32) if seed is None else seed
-
-    from vargen.pipelines.validation import resolve_class_labels, validate_prompts, validate_seed
+    from vargen.pipelines.validation import validate_prompts, validate_seed
 
     validate_seed(first, count)
     if not class_label:
         validate_prompts(subjects)
-    if negative_prompt:  # an empty one has no effect
-        validate_prompts(negative_prompt, "negative_prompt")
     inspected = common.inspect(ctx, model)
-    is_video, by_class = inspected.fps is not None, bool(class_label)
+    is_video, prefix = inspected.fps is not None, "class " if class_label else ""
     subjects = [each for each in subjects for _ in range(num_images_per_prompt)]
-    stems = [f"{common.slugify('class ' * by_class + each)}-{first + k}" for k, each in enumerate(subjects)]
-    suffixes = VIDEO_SUFFIXES if is_video else common.IMAGE_SUFFIXES
-    files = common.resolve_outputs(output, stems, suffixes=suffixes)
+    stems = [f"{common.slugify(prefix + each)}-{first + k}" for k, each in enumerate(subjects)]
+    files = common.resolve_outputs(output, stems, suffixes=VIDEO_SUFFIXES if is_video else common.IMAGE_SUFFIXES)
     sheets = [] if contact_sheet is None else common.resolve_outputs(contact_sheet, ["sheet"], "contact_sheet")
     inputs = {"prompt_file": prompt_file, "image": image, "mask_image": mask_image}
     common.check_outputs({"output": files, "contact_sheet": sheets}, inputs, model)
@@ -147,68 +125,74 @@ def generate(
     if is_video:
         call |= _video_arguments(ctx, inspected, files)
     else:
-        call |= _image_arguments(ctx, inspected, call, machine["device"])
-    labels: list[Any] = subjects
-    if by_class:  # Python does not parse integers of thousands of digits; no class label has more than nine
-        typed = [int(each) if each.lstrip("-").isdecimal() and len(each) < 1000 else each for each in subjects]
-        labels = resolve_class_labels(typed, inspected.num_classes, inspected.class_names)
+        call |= _image_arguments(ctx, inspected, call["accelerator"], machine["device"])
+    labels: list[Any] = _parse_labels(subjects, inspected) if class_label else subjects
     jobs: list[Job] = [(label, first + k, file) for k, (label, file) in enumerate(zip(labels, files, strict=True))]
-
     from vargen.decoding import DecodeStats
     from vargen.pipelines.loading import open_pipeline
 
     started = time.perf_counter()
     pipe: Any = open_pipeline(inspected.folder, **machine)
     run = {"device": str(machine["device"]), "seconds_load": time.perf_counter() - started}
-    if not quiet and not by_class:
+    if not quiet and not class_label:
         common.report_emoji_names(pipe, [*subjects, negative_prompt or ""])
-    records, stats, seconds = _generate_batches(ctx, pipe, jobs, 1 if is_video else max(1, batch_size // best_of), call)
+    records, stats = _generate_batches(ctx, pipe, jobs, 1 if is_video else max(1, batch_size // best_of), call)
     shared = {name: value for name, value in records[-1].items() if name not in _OWN} if records else {}
-    if as_json and is_video:
-        print_json({"videos": records, "model": common.title_of(model), "fps": pipe.fps, **run})
-    elif as_json:
+    if is_video:
+        document = {"videos": records, "model": common.title_of(model), "fps": pipe.fps, **run}
+    else:
+        total, run["seconds_generate"] = DecodeStats.merge(stats), time.perf_counter() - started - run["seconds_load"]
+        run["tokens_per_second"] = total.tokens / total.seconds
         images = [{name: value for name, value in record.items() if name in _OWN} for record in records]
-        total = DecodeStats.merge(stats)
-        speed = {"seconds_generate": seconds, "tokens_per_second": total.tokens / total.seconds, "stats": total.to_dict()}
-        print_json({"images": images, **shared, **run, **speed})
+        document = {"images": images, **shared, **run, "stats": total.to_dict()}
+    if as_json:
+        print_json(document)
     if sheets and records:
         _write_contact_sheet(records, sheets[0], shared)
     if len(records) < count:
         raise typer.Exit(1)
     if not quiet and not is_video:
-        total = DecodeStats.merge(stats)
-        named = f"{count} image{'s' if count > 1 else ''} in {seconds:.1f} s (and {run['seconds_load']:.1f} s to load)"
-        chosen = f"seed {first}" if best_of == 1 or count > 1 else f"seed {records[0]['seed']}, the best candidate of {first}"
-        print_status(f"{named}, {total.tokens / total.seconds:.0f} tokens per second, {chosen}")
+        seconds = f"{run['seconds_generate']:.1f} s (and {run['seconds_load']:.1f} s to load)"
+        rate, number = f"{run['tokens_per_second']:.0f} tokens per second", f"{count} image{'s' if count > 1 else ''}"
+        best = f"{records[0]['seed']}, the best candidate of " if best_of > 1 and count == 1 else ""
+        print_status(f"{number} in {seconds}, {rate}, seed {best}{first}")
 
 
-def _image_arguments(ctx: typer.Context, model: VisualPipeline, call: dict[str, Any], place: Any) -> dict[str, Any]:
+def _parse_labels(labels: list[str], model: VisualPipeline) -> list[int]:
+    from vargen.pipelines.validation import resolve_class_labels
+
+    # Python does not parse integers of thousands of digits; no class label has more than nine.
+    typed = [int(label) if label.lstrip("-").isdecimal() and len(label) < 1000 else label for label in labels]
+    return resolve_class_labels(typed, model.num_classes, model.class_names)
+
+
+def _image_arguments(ctx: typer.Context, model: VisualPipeline, method: str, place: Any) -> dict[str, Any]:
     """Check a request against the model's files, before weights are read, and return more arguments of the call."""
     from vargen.pipelines.images import validate_source
+    from vargen.pipelines.validation import validate_prompts
     from vargen.scoring import DEFAULT_SCORER, open_scorer
 
-    given = common.chosen(ctx, "image", "mask_image", "strength", "negative_prompt")
-    model.resolve_method(call["accelerator"])
+    model.resolve_method(method)
     model.resolve_sampling(**common.chosen(ctx, common.SAMPLING))
+    given, by_class = common.chosen(ctx, "image", "mask_image", "strength"), bool(ctx.params["class_label"])
     if not model.makes_images:
         raise ValueError("model must make images itself; another pipeline decodes the tokens of this one: see docs/models.md")
-    if model.is_class_conditional and not ctx.params["class_label"]:
-        raise ValueError(f"this model generates classes: give --class-label 0 to {model.num_classes - 1} instead of a prompt")
-    if model.is_class_conditional and given.get("negative_prompt"):
-        raise ValueError("negative_prompt must be left out: this model generates classes, not text")
-    if not model.is_class_conditional and ctx.params["class_label"]:
-        raise ValueError("this model generates from text: give a prompt instead of --class-label")
-    sources = given.keys() - {"negative_prompt"}
-    if sources and model.image_size is None:
-        raise ValueError(f"{min(sources)} must be left out: only next-scale models start from an image")
-    for name in sources - {"strength"}:
+    if model.is_class_conditional != by_class:
+        classes = f"classes: give --class-label 0 to {model.num_classes - 1} instead of a prompt"
+        raise ValueError(f"this model generates {'from text: give a prompt, no --class-label' if by_class else classes}")
+    if given and model.image_size is None:
+        raise ValueError(f"{min(given)} must be left out: only next-scale models start from an image")
+    for name in given.keys() - {"strength"}:
         given[name] = common.read_source(given[name], name, keep_alpha=name == "mask_image")
-    if sources:
+    if given:
         source = (given.get(name) for name in ("image", "mask_image", "strength"))
         validate_source(*source, model.image_size, model.image_processor)
-    if ctx.params["best_of"] > 1 or ctx.params["scorer"]:
-        scorer = open_scorer(ctx.params["scorer"] or DEFAULT_SCORER, place)
-        given |= {"scorer": scorer, "num_candidates": ctx.params["best_of"]}
+    if negative := ctx.params["negative_prompt"]:  # an empty one has no effect
+        if by_class:
+            raise ValueError("negative_prompt must be left out: this model generates classes, not text")
+        given["negative_prompt"] = validate_prompts(negative, "negative_prompt")[0]
+    if (candidates := ctx.params["best_of"]) > 1 or ctx.params["scorer"]:
+        given |= {"scorer": open_scorer(ctx.params["scorer"] or DEFAULT_SCORER, place), "num_candidates": candidates}
     return given
 
 
@@ -235,34 +219,26 @@ def _video_arguments(ctx: typer.Context, model: VisualPipeline, files: list[Outp
 
 def _generate_batches(
     ctx: typer.Context, pipe: Any, jobs: list[Job], size: int, call: dict[str, Any]
-) -> tuple[list[dict[str, Any]], list[Any], float]:
-    """Generate and save batch by batch, and print the name of each file.
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Generate and save batch by batch, and print the name of each file; returns its record, and statistics of each batch.
 
     A file that cannot be written is reported, and the others are still saved; if none of a batch can be, generation ends.
-
-    Returns:
-        A record of each file, statistics of each batch, and the seconds spent on generation.
     """
     import torch
 
-    quiet, is_video = ctx.params["quiet"], pipe.fps is not None
-    what = "videos" if is_video else "images"
-    argument = "class_labels" if ctx.params["class_label"] else "prompt"
-    records: list[dict[str, Any]] = []
-    stats, seconds = [], 0.0
+    is_video, stats, records = pipe.fps is not None, [], []
+    what, argument = "videos" if is_video else "images", "class_labels" if ctx.params["class_label"] else "prompt"
     try:
         for start in range(0, len(jobs), size):
-            batch = jobs[start : start + size]
-            label = f"{what} {start + 1}-{start + len(batch)} of {len(jobs)}"  # the bar is hidden where stderr is no terminal
-            pipe.set_progress_bar_config(desc=label, disable=quiet or None, leave=False, file=sys.stderr)
-            generators = [torch.Generator().manual_seed(seed) for _, seed, _ in batch]
-            subjects = [subject for subject, _, _ in batch]
-            began, before = time.perf_counter(), len(records)
+            batch, before = jobs[start : start + size], len(records)
+            label = f"{what} {start + 1}-{start + len(batch)} of {len(jobs)}"
+            hidden = ctx.params["quiet"] or None  # None: where stderr is no terminal
+            pipe.set_progress_bar_config(desc=label, disable=hidden, leave=False, file=sys.stderr)
+            subjects: Any = [subject for subject, _, _ in batch]
+            generators: Any = [torch.Generator().manual_seed(seed) for _, seed, _ in batch]
             if is_video:
-                result = pipe(subjects[0], generator=generators[0], **call)
-            else:
-                result = pipe(**{argument: subjects}, generator=generators, **call)
-            seconds += time.perf_counter() - began
+                (subjects,), (generators,) = subjects, generators
+            result = pipe(**{argument: subjects}, generator=generators, **call)
             stats.append(result.stats)
             for number, job in enumerate(batch):
                 try:
@@ -272,18 +248,18 @@ def _generate_batches(
                     continue
                 if not ctx.params["as_json"]:
                     print(records[-1]["file"], flush=True)
-            if is_video and not quiet:
+            if is_video and not ctx.params["quiet"]:
                 print_status(_summarize(result))
             if len(records) == before:
                 break
     finally:
         if 0 < len(records) < len(jobs):
             print_status(f"{len(records)} of {len(jobs)} {what} were written")
-    return records, stats, seconds
+    return records, stats
 
 
 def _save_image(ctx: typer.Context, result: Any, number: int, job: Job) -> dict[str, Any]:
-    """Save an image with its parameters, which name the files it started from without their folders."""
+    """Save an image with its parameters, which name the files that it started from without their folders."""
     given = common.chosen(ctx, "image", "mask_image", "strength")
     source = {name.removesuffix("_image"): getattr(value, "name", value) for name, value in given.items()}
     parameters = {**result.parameters(number), **source}
@@ -316,14 +292,15 @@ def _write_contact_sheet(records: list[dict[str, Any]], file: OutputFile, parame
 
 def regenerate(
     ctx: typer.Context,
-    image: Annotated[Path, typer.Argument(metavar="IMAGE.png", help="A PNG that `vargen generate` or the demo wrote.")],
+    image: Annotated[
+        Path,
+        typer.Argument(metavar="IMAGE.png", exists=True, dir_okay=False, help="That `vargen generate` or the demo wrote."),
+    ],
     model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|DIR", help="Default: the model that the image names, if it is packaged."),
+        str | None, typer.Option(metavar="NAME|DIR", help="Default: the model that the image names, if it is packaged.")
     ] = None,
     output: Annotated[
-        str | None,
-        typer.Option("--output", "-o", metavar="FILE|DIR", help="Also write the new image there."),
+        str | None, typer.Option("--output", "-o", metavar="FILE|DIR", help="Also write the new image there.")
     ] = None,
     as_json: common.JsonFlag = False,
     device: common.Device = "auto",
@@ -337,8 +314,6 @@ def regenerate(
     from vargen.image_metadata import read_parameters
 
     file = expand_user(image, "image")
-    if not file.is_file():
-        raise FileNotFoundError(f"image {str(file)!r} does not exist")
     try:
         parameters = read_parameters(file)
     except ValueError as error:
@@ -346,19 +321,17 @@ def regenerate(
     name = str(model or parameters.get("model"))
     if model is None and name not in packaged_models():
         raise ValueError(f"image {str(file)!r} is of the model {name!r}, which is not packaged: give it with --model")
-    common.check_names(name)
     files = [] if output is None else common.resolve_outputs(output, [f"{file.stem}-regenerated"])
     common.check_outputs({"output": files}, {"image": file})
-    import_libraries()
-    set_threads(threads)
-
-    from vargen.pipelines.loading import inspect_model, open_pipeline
+    common.check_names(name)
+    folder = common.inspect(ctx, name).folder
+    from vargen.pipelines.loading import open_pipeline
     from vargen.pipelines.regeneration import regenerate, validate_regenerable
 
     validate_regenerable(parameters)
-    recorded, folder = parameters.get("dtype"), inspect_model(name).folder
-    dtype = recorded if recorded in ("float32", "bfloat16", "float16") else "auto"
-    ctx.params |= {"dtype": dtype, "quantization": parameters.get("quantization")}
+    recorded = parameters.get("dtype")
+    ctx.params["dtype"] = recorded if recorded in ("float32", "bfloat16", "float16") else "auto"
+    ctx.params["quantization"] = parameters.get("quantization")
     pipe = open_pipeline(folder, **common.loading(ctx, folder))
     pipe.set_progress_bar_config(disable=True)
     print_status(f"generating {parameters.get('prompt', parameters.get('class_label'))!r} again, seed {parameters['seed']}")
