@@ -62,7 +62,7 @@ def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
         (FileNotFoundError("recipe 'x' is missing"), 2, "error: recipe 'x' is missing"),
         (PermissionError(13, "Permission denied", "x"), 2, "error: [Errno 13] Permission denied: 'x'"),
         (OSError("disk full"), 1, "error: OSError: disk full (VARGEN_DEBUG=1 shows the traceback)"),
-        (RuntimeError("NaN \x1b[2J"), 1, "error: RuntimeError: NaN ?[2J (VARGEN_DEBUG=1 shows the traceback)"),
+        (RuntimeError("NaN \x1b[2J"), 1, "error: RuntimeError: NaN \\x1b[2J (VARGEN_DEBUG=1 shows the traceback)"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )

@@ -40,7 +40,6 @@ def bench(
     common.check_outputs({"json": [common.result_file(as_json)]}, {}, *(model or []))
     import_libraries()
     set_threads(threads)
-
     from vargen.device import summarize_machine
     from vargen.evaluation.networks import official_sizes, open_benchmark_model, validate_benchmark_model
     from vargen.evaluation.speed import measure_steps

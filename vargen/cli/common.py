@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from vargen import device
 from vargen.cli.console import import_libraries, print_status, to_json
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 METHODS = (
     "auto", "ar", "sjd", "scd", "gumbel", "gsd", "mulo-exact", "mulo", "speculative", "eagle", "lantern", "medusa",
     "lantern-jacobi", "wavefront", "pac", "gumbel-tree", "speculative-tree", "layer-skip", "lookup", "recycle", "eagle-gumbel",
-    "eagle-2", "plain", "code", "economy", "target", "sdvg", "sdvg-learned", "stride", "early-exit"
+    "eagle-2", "plain", "code", "economy", "target", "sdvg", "sdvg-learned", "stride", "early-exit",
 )  # fmt: skip
 MAX_IMAGES = 1_000_000  # per command: more than any published evaluation has, and small enough for memory
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -93,6 +94,34 @@ Json = Annotated[
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
+class Verb(TyperCommand):
+    """A command: checks what needs no torch, which takes a second to import. Its help lists options by `rich_help_panel`.
+
+    rich itself would double the time to start.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        for name, value in ctx.params.items():
+            if name in OPTIONS and value is not None:
+                OPTIONS[name].range.check(name, value)
+            if isinstance(value, Path):
+                ctx.params[name] = expand_user(value, name)
+            if isinstance(value, list):
+                ctx.params[name] = [expand_user(each, name) if isinstance(each, Path) else each for each in value]
+        check_names(ctx.params.get("model"), ctx.params.get("accelerator"))
+        return super().invoke(ctx)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            usual = f"{parameter.param_type_name.capitalize()}s"
+            if (record := parameter.get_help_record(ctx)) is not None:
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
 def _given(ctx: typer.Context, groups: Iterable[str]) -> list[Any]:
     options = (each for each in ctx.command.params if {each.name, getattr(each, "rich_help_panel", None)} & {*groups})
     return [each for each in options if str(ctx.get_parameter_source(str(each.name))).endswith("COMMANDLINE")]
@@ -100,8 +129,7 @@ def _given(ctx: typer.Context, groups: Iterable[str]) -> list[Any]:
 
 def chosen(ctx: typer.Context, *groups: str) -> dict[str, Any]:
     """Return the options of these groups or names that were given; the model's defaults apply to the others."""
-    found = {each.name: ctx.params[each.name] for each in _given(ctx, groups)}
-    return {name: OPTIONS[name].range.check(name, value) if name in OPTIONS else value for name, value in found.items()}
+    return {each.name: ctx.params[each.name] for each in _given(ctx, groups)}
 
 
 def reject(ctx: typer.Context, reason: str, *groups: str) -> None:
@@ -110,13 +138,14 @@ def reject(ctx: typer.Context, reason: str, *groups: str) -> None:
         raise ValueError(f"{max(option.opts, key=len)} {reason}")
 
 
-def check_names(model: str, method: str | None = None) -> None:
-    """Raise ValueError for a model or a preset that does not exist, before torch is imported, which takes a second."""
+def check_names(model: Any, method: str | None = None) -> None:
+    """Raise ValueError for a model or a preset that does not exist; lists of models are left out."""
     from vargen.pipelines.model_names import locate_folder
 
     if method is not None and (name := method.partition(":")[0].strip()) not in METHODS:
         raise ValueError(f"unknown accelerator {short_repr(name)}; {suggest_names(name, METHODS)}")
-    locate_folder(model, {})
+    if isinstance(model, str):
+        locate_folder(model, {})
 
 
 def inspect(ctx: typer.Context, model: str) -> VisualPipeline:
@@ -216,7 +245,7 @@ def read_source(path: Path, name: str, keep_alpha: bool = False) -> Any:
     Args:
         name: the option that gave the path. keep_alpha: keep the mode of the file, in which a mask may be transparent.
     """
-    with open_image(expand_user(path, name), name) as opened:
+    with open_image(path, name) as opened:
         return apply_orientation(opened).copy() if keep_alpha else on_white(opened)
 
 
@@ -297,7 +326,7 @@ def check_outputs(
     Args:
         outputs, inputs: by option. models: those that are no folder are left out. run: folder of a run that need not exist.
     """
-    read = {expand_user(path, name).resolve(): f"{name} {str(path)!r}" for name, path in inputs.items() if path is not None}
+    read = {path.resolve(): f"{name} {str(path)!r}" for name, path in inputs.items() if path is not None}
     for model in models:
         files = itertools.chain(Path(model).glob("*.json"), Path(model).glob("*/*.json"))
         read |= {file.resolve(): f"a file of model {model}" for file in files}

@@ -53,14 +53,12 @@ def compare(
     """
     (file,) = common.resolve_outputs(output, ["comparison"])
     sampling = common.chosen(ctx, common.SAMPLING)
-    common.check_names(model)
     json_file = common.result_file(as_json)
     common.check_outputs({"output": [file], "json": [json_file]}, {"prompt_file": prompt_file}, model)
     prompts = common.read_prompts(prompt_file)
     inspected = common.inspect(ctx, model)
     if methods is not None:
         select_methods(inspected, methods)  # before weights are read
-
     from vargen.device import summarize_machine
     from vargen.evaluation.compare import compare_methods
     from vargen.evaluation.contact_sheets import method_grid
@@ -70,7 +68,7 @@ def compare(
     validate_seed(seed, -(-len(prompts) // batch_size) * batch_size)
     machine, about = common.loading(ctx, inspected.folder), common.machine_for_timing()
     if inspected.fps is not None:
-        videos = compare_videos(inspected, machine, prompts, methods, seed, **common.chosen(ctx, common.VIDEO))
+        videos = compare_videos(ctx, inspected, prompts)
         common.write_results(as_json, video_table(videos), videos.to_dict(), lambda: [save_strips(videos, file)])
         return
     inspected.resolve_sampling(**sampling)
@@ -121,22 +119,12 @@ def select_methods(pipe: Any, methods: str | list[str] | None) -> dict[str, Any]
 
 
 def compare_videos(
-    model: VisualPipeline,
-    machine: dict[str, Any],
-    prompts: list[str],
-    methods: str | list[str] | None,
-    seed: int,
-    num_blocks: int | None = None,
-    tau: float | None = None,
-    scorer: str | None = None,
-    scorers: list[str] | None = None,
-    extractor: str | None = None,
+    ctx: typer.Context, model: VisualPipeline, prompts: list[str], scorers: list[str] | None = None, extractor: str = "none"
 ) -> VideoComparison:
     """Generate the videos, and compare the methods.
 
     Args:
-        model: without weights. machine: see `common.loading`. scorer: of drafted blocks.
-        scorers, extractor: what measures the finished videos; see `vargen eval --help`.
+        model: without weights. scorers, extractor: what measures the finished videos; see `vargen eval --help`.
     """
     from vargen.evaluation.features import load_extractor
     from vargen.evaluation.video import compare_video_methods
@@ -144,21 +132,31 @@ def compare_videos(
     from vargen.scoring import open_scorer
     from vargen.specs import split_specs
 
-    selected = select_methods(model, methods)
-    if tau is not None:
+    machine, options = common.loading(ctx, model.folder), common.chosen(ctx, common.VIDEO)
+    selected = select_methods(model, ctx.params["methods"])
+    if (tau := options.get("tau")) is not None:
         selected = {name: each.with_tau(tau) if each.threshold is not None else each for name, each in selected.items()}
     named = [name for name in split_specs(scorers or []) if name != "none"]
     if len(named) > 1:
         raise ValueError(f"scorers must be at most one for video, got {', '.join(named)}")
     measure = open_scorer(named[0], machine["device"]) if named else None
-    features = None if extractor in (None, "none") else load_extractor(str(extractor), machine["device"])
+    features = None if extractor == "none" else load_extractor(extractor, machine["device"])
     pipe: Any = open_pipeline(model.folder, **machine)
     for method in selected.values():
         pipe.validate_method(method)
-    call = {} if scorer is None else {"scorer": pipe.resolve_frame_scorer(scorer)}
-    options: dict[str, Any] = {"num_blocks": num_blocks, "scorer": measure, "extractor": features, "options": call}
+    call = {"scorer": pipe.resolve_frame_scorer(options["scorer"])} if "scorer" in options else {}
     with progress_bar("videos") as show:
-        return compare_video_methods(pipe, prompts, selected, seed=seed, progress=show, **options)
+        return compare_video_methods(
+            pipe,
+            prompts,
+            selected,
+            num_blocks=options.get("num_blocks"),
+            seed=ctx.params["seed"],
+            scorer=measure,
+            extractor=features,
+            options=call,
+            progress=show,
+        )
 
 
 def save_strips(comparison: VideoComparison, file: OutputFile) -> Path:

@@ -20,7 +20,7 @@ from typing import Any
 
 import typer
 from tqdm import tqdm
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 LEVELS = ("debug", "info", "warning", "error")
 # Operating system errors caused by a user's argument; a full disk, for example, is a failure instead.
@@ -48,20 +48,6 @@ class Commands(TyperGroup):
             raise typer.Exit(2 if is_bad_input(error) else 1) from None
 
 
-class Verb(TyperCommand):
-    """A command whose help lists options by their `rich_help_panel`. rich itself would double the time to start."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            usual = f"{parameter.param_type_name.capitalize()}s"
-            if (record := parameter.get_help_record(ctx)) is not None:
-                groups.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(record)
-        for title, records in groups.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
-
-
 def raise_on_sigterm() -> None:
     """Let SIGTERM end a command as Ctrl-C does, unless the process ignores it."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -79,9 +65,9 @@ def is_bad_input(error: Exception) -> bool:
 
 
 def describe_error(error: Any) -> str:
-    """Format an error as one printable line; failures include the type and how to get the traceback."""
+    """Format an error as one line; failures include the type and how to get the traceback."""
     text = error.format_message().rstrip(".") if hasattr(error, "format_message") else str(error)
-    text = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    text = " ".join(text.split())
     if getattr(error, "ctx", None) is not None:
         return f"{text}; see {error.ctx.command_path} --help"
     if is_bad_input(error) or (type(error) is ImportError and error.name is None):  # raised by us: a package is missing

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import typer
 from typer.core import TyperGroup
 
+from vargen.cli.common import Verb
 from vargen.cli.console import import_libraries, print_status
-from vargen.files import expand_user
 
 _FOLDERS = ("output", "text_encoder", "tokenizer", "wan")  # arguments that take a folder
 
@@ -67,9 +67,6 @@ def converter_command(name: str, convert: Callable[..., Path]) -> Any:
         import torch
 
         dtype = given.pop("dtype", "file")
-        for key, value in given.items():
-            if isinstance(value, Path | list):
-                given[key] = expand_user(value, key) if isinstance(value, Path) else [expand_user(each, key) for each in value]
         folder = convert(**given, dtype=None if dtype == "file" else getattr(torch, dtype))
         print(folder, flush=True)
         print_status(f"next: vargen generate --model {folder}")
@@ -77,7 +74,7 @@ def converter_command(name: str, convert: Callable[..., Path]) -> Any:
     run.__signature__ = signature(run).replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     single = typer.Typer(rich_markup_mode=None, add_completion=False)
-    single.command(name, help=(getdoc(convert) or "").split("\n\n")[0])(run)
+    single.command(name, cls=Verb, help=(getdoc(convert) or "").split("\n\n")[0])(run)
     return typer.main.get_command(single)
 
 

@@ -28,7 +28,6 @@ def demo(
     threads: common.Threads = None,
 ) -> None:
     """Generate images and video in the browser, and compare methods, until Ctrl-C."""
-    common.check_names(model)
     from vargen.demo.launch import run_page
 
     run_page(model, host, port, device, scorer, concurrency, threads)

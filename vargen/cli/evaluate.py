@@ -14,7 +14,6 @@ from vargen.cli.common import OutputFile, image_option, machine_option
 from vargen.cli.compare import compare_videos, save_strips, video_table
 from vargen.cli.console import import_libraries, print_status, progress_bar, table, to_json
 from vargen.device import select_device
-from vargen.files import expand_user
 from vargen.values import short_repr
 
 if TYPE_CHECKING:
@@ -137,23 +136,22 @@ def evaluate(
     if images is not None:
         reason = "is for images that are generated, and --images are there"
         common.reject(ctx, reason, GENERATION, common.SAMPLING, common.IMAGE_MODELS, "quantization")
-        evaluate_images(ctx, expand_user(images, "images"))
+        evaluate_images(ctx, images)
         return
     if output is None:
         raise ValueError("output must be the folder of a run, for example -o run; or give --images to score")
     common.reject(ctx, "needs --images", OF_IMAGES)
     if generate_only:
         common.reject(ctx, "cannot be used with --generate-only", METRICS, "as_json")
-    part, folder = parse_shard(shard), expand_user(output, "output")
-    common.check_names(model)
+    part = parse_shard(shard)
     inputs = {"prompt_file": prompt_file, "reference": reference}
-    common.check_outputs({"json": [json_file]}, inputs, model, run=folder)
-    common.validate_writable(folder)
+    common.check_outputs({"json": [json_file]}, inputs, model, run=output)
+    common.validate_writable(output)
     inspected = common.inspect(ctx, model)
     machine = common.loading(ctx, inspected.folder)
     if inspected.fps is not None:
         common.reject(ctx, "is for image models, and this model generates video", "reference", "resize")
-        evaluate_videos(ctx, inspected, machine, folder)
+        evaluate_videos(ctx, inspected, output)
         return
     from vargen.evaluation.generation import GenerationPlan, generate_missing_images, select_classes
     from vargen.evaluation.run_directory import RunDirectory
@@ -170,7 +168,7 @@ def evaluate(
         subjects = validate_prompts(common.read_prompts(prompt_file), "prompts")
     plan = GenerationPlan(
         model=model,
-        output=str(folder),
+        output=str(output),
         methods=tuple(split_specs(methods or [inspected.baseline])),
         prompts=tuple(subjects),
         num=num_images or len(subjects),
@@ -184,7 +182,7 @@ def evaluate(
         unit=unit_size,
     )
     plan.validate()
-    run = RunDirectory(folder)
+    run = RunDirectory(output)
     # Before hours of generation: missing weights, and statistics of another extractor.
     metrics = None if generate_only else load_metrics(ctx, model, run)
     with progress_bar("generating", "images") as show:
@@ -238,8 +236,9 @@ def load_metrics(ctx: typer.Context, model: str, run: RunDirectory | None) -> tu
         threads=ctx.params["threads"],
     )
     models.load()
-    file = default_reference(models.extractor) if reference is None else expand_user(reference, "reference")
-    return models, None if file is None else load_reference(file, models, run and run.path / MEASUREMENTS)
+    cache = None if run is None else run.path / MEASUREMENTS
+    file = default_reference(models.extractor) if reference is None else reference
+    return models, None if file is None else load_reference(file, models, cache)
 
 
 def score_run(ctx: typer.Context, run: RunDirectory, models: MetricModels, reference: FeatureStatistics | None) -> None:
@@ -311,14 +310,14 @@ def write_result(ctx: typer.Context, found: EvaluationResult, save: Callable[[],
     common.write_results(ctx.params["as_json"], "\n".join(lines), to_json(found.rows, found.baseline, found.about), save)
 
 
-def evaluate_videos(ctx: typer.Context, model: VisualPipeline, machine: dict[str, Any], folder: Path) -> None:
+def evaluate_videos(ctx: typer.Context, model: VisualPipeline, folder: Path) -> None:
     """Compare the methods of a video model, and write metrics.json, report.md and strips.png."""
     from vargen.device import describe_machine
     from vargen.evaluation.report import video_to_markdown
 
     prompts, options = common.read_prompts(ctx.params["prompt_file"]), common.chosen(ctx, "scorers", "extractor")
     prompts = [prompts[k % len(prompts)] for k in range(ctx.params["num_images"] or len(prompts))]
-    found = compare_videos(model, machine, prompts, ctx.params["methods"], ctx.params["seed"], **options)
+    found = compare_videos(ctx, model, prompts, **options)
     about = describe_machine()
     setup = f"{about['cpu']}, {about['threads']} CPU threads, torch {about['torch']}; seeds from {found.seed}"
 

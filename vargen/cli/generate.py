@@ -13,7 +13,6 @@ import typer
 from vargen.cli import common
 from vargen.cli.common import MAX_IMAGES, OutputFile, image_option, machine_option, video_option
 from vargen.cli.console import print_json, print_status
-from vargen.files import expand_user
 from vargen.reading import open_image
 from vargen.values import MAX_SEED
 
@@ -103,7 +102,6 @@ def generate(
     """
     subjects = common.collect_prompts(prompts, prompt_file, class_label)
     sampling = common.chosen(ctx, common.SAMPLING)
-    common.check_names(model, accelerator)
     if (count := len(subjects) * num_images_per_prompt) > MAX_IMAGES:
         raise ValueError(f"the number of images must be at most {MAX_IMAGES}, got {count}")
     first = secrets.randbelow(2**32) if seed is None else seed
@@ -133,7 +131,7 @@ def generate(
 
     started = time.perf_counter()
     pipe: Any = open_pipeline(inspected.folder, **machine)
-    run = {"device": str(machine["device"]), "seconds_load": time.perf_counter() - started}
+    run: dict[str, Any] = {"device": str(machine["device"]), "seconds_load": time.perf_counter() - started}
     if not quiet and not class_label:
         common.report_emoji_names(pipe, [*subjects, negative_prompt or ""])
     records, stats = _generate_batches(ctx, pipe, jobs, 1 if is_video else max(1, batch_size // best_of), call)
@@ -141,8 +139,9 @@ def generate(
     if is_video:
         document = {"videos": records, "model": common.title_of(model), "fps": pipe.fps, **run}
     else:
-        total, run["seconds_generate"] = DecodeStats.merge(stats), time.perf_counter() - started - run["seconds_load"]
-        run["tokens_per_second"] = total.tokens / total.seconds
+        total = DecodeStats.merge(stats)
+        run["seconds_generate"] = time.perf_counter() - started - run["seconds_load"]
+        run["tokens_per_second"] = total.tokens_per_second
         images = [{name: value for name, value in record.items() if name in _OWN} for record in records]
         document = {"images": images, **shared, **run, "stats": total.to_dict()}
     if as_json:
@@ -226,7 +225,8 @@ def _generate_batches(
     """
     import torch
 
-    is_video, stats, records = pipe.fps is not None, [], []
+    records: list[dict[str, Any]] = []
+    is_video, stats = pipe.fps is not None, []
     what, argument = "videos" if is_video else "images", "class_labels" if ctx.params["class_label"] else "prompt"
     try:
         for start in range(0, len(jobs), size):
@@ -313,16 +313,15 @@ def regenerate(
     from vargen.assets import packaged_models
     from vargen.image_metadata import read_parameters
 
-    file = expand_user(image, "image")
     try:
-        parameters = read_parameters(file)
+        parameters = read_parameters(image)
     except ValueError as error:
-        raise ValueError(f"image {str(file)!r}: {error}") from error
+        raise ValueError(f"image {str(image)!r}: {error}") from error
     name = str(model or parameters.get("model"))
     if model is None and name not in packaged_models():
-        raise ValueError(f"image {str(file)!r} is of the model {name!r}, which is not packaged: give it with --model")
-    files = [] if output is None else common.resolve_outputs(output, [f"{file.stem}-regenerated"])
-    common.check_outputs({"output": files}, {"image": file})
+        raise ValueError(f"image {str(image)!r} is of the model {name!r}, which is not packaged: give it with --model")
+    files = [] if output is None else common.resolve_outputs(output, [f"{image.stem}-regenerated"])
+    common.check_outputs({"output": files}, {"image": image})
     common.check_names(name)
     folder = common.inspect(ctx, name).folder
     from vargen.pipelines.loading import open_pipeline
@@ -335,13 +334,13 @@ def regenerate(
     pipe = open_pipeline(folder, **common.loading(ctx, folder))
     pipe.set_progress_bar_config(disable=True)
     print_status(f"generating {parameters.get('prompt', parameters.get('class_label'))!r} again, seed {parameters['seed']}")
-    with open_image(file) as original:
+    with open_image(image) as original:
         found = regenerate(pipe, parameters, original.convert("RGB"))
     for target in files:
         print_status(f"wrote {common.save_image(found.image, target, parameters)}")
     if as_json:
         same = {"same_tokens": found.same_tokens, "same_pixels": found.same_pixels}
-        print_json({"image": str(file), **same, "reasons": list(found.reasons)})
+        print_json({"image": str(image), **same, "reasons": list(found.reasons)})
     else:
         print(found.describe(), flush=True)
     if not found.same_pixels:

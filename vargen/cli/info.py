@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from vargen.cli import common
-from vargen.cli.console import Verb, import_libraries, print_json, table
+from vargen.cli.console import import_libraries, print_json, table
 
 app = typer.Typer(help="Show versions, devices, packaged models and presets.", invoke_without_command=True)
 
@@ -38,24 +38,21 @@ def info(
     if as_json:
         print_json(facts)
         return
-    machine = facts["machine"]
-    bfloat16 = "in hardware" if machine["bfloat16_in_hardware"] else "emulated, slow"
-    gpus = [f"{gpu['name']}, {gpu['memory_gib']} GiB" for gpu in machine["gpus"]] or ["none"]
-    rows = {name: version or "not installed" for name, version in facts["versions"].items()}
-    rows |= {
-        "cpu": f"{machine['cpu']}; {machine['threads']} threads on {machine['cores']} cores; bfloat16 {bfloat16}",
-        "gpu": "; ".join(gpus),
-        "default dtype": f"{facts['default_dtype']}; float32 for small models on a CPU",
-        "kernels": facts["kernels"],
-        "cpu instructions": ", ".join(facts["cpu_instructions"]) or "none of those that passes use",
-        "int8 passes": facts["int8_passes"],
-        "passes are": facts["graphs"],
-        "passes run on": facts["threads"],
-    }
-    print(table(["", ""], [*rows.items()], "<<").lstrip("\n"))
-    models = [[each["name"], f"{each['megabytes']:.1f} MB", each["summary"]] for each in facts["models"]]
-    print(table(["", "", ""], models, "<><") + "\n")
-    print("Presets: " + ", ".join(preset["name"] for preset in facts["presets"]))
+    shown = {**facts.pop("versions"), **facts.pop("machine"), **facts}
+    models, names = shown.pop("models"), ", ".join(preset["name"] for preset in shown.pop("presets"))
+    rows = [[name.replace("_", " "), _to_text(value)] for name, value in shown.items()]
+    print(table(["", ""], rows, "<<").lstrip("\n"))
+    print("\nPackaged models:" if models else "\nPackaged models: none")
+    for each in models:
+        print(f"  {each['name']}  {each['megabytes']:.1f} MB  {each['summary']}".rstrip())
+    print(f"\nPresets: {names}")
+
+
+def _to_text(value: Any) -> str:
+    """Format a fact in words, and the values of lists and dictionaries one after the other."""
+    if isinstance(value, list | dict):
+        return ", ".join(map(_to_text, value.values() if isinstance(value, dict) else value)) or "none"
+    return {"True": "yes", "False": "no", "None": "none"}.get(str(value), str(value))
 
 
 def print_memory(model: str, device: str, as_json: bool) -> None:
@@ -76,7 +73,7 @@ def print_memory(model: str, device: str, as_json: bool) -> None:
     print(table([f"{place}, {dtype}", "MB"], rows, "<>"))
 
 
-@app.command("presets", cls=Verb)
+@app.command("presets", cls=common.Verb)
 def list_presets(
     everything: Annotated[bool, typer.Option("--all", help="The experimental methods, too.")] = False,
     as_json: common.JsonFlag = False,

@@ -10,7 +10,8 @@ import typer
 
 from vargen import __version__
 from vargen.cli import bench, compare, convert, demo, evaluate, generate, info, serve, train, verify
-from vargen.cli.console import Commands, Verb, configure_logging, raise_on_sigterm
+from vargen.cli.common import Verb
+from vargen.cli.console import Commands, configure_logging, raise_on_sigterm
 
 app = typer.Typer(
     name="vargen",

@@ -57,7 +57,6 @@ def serve_model(
         if installed_version(package) is None:
             raise ImportError(f'vargen serve needs {package}: pip install -c constraints.txt -e ".[serve]"')
     sampling = common.chosen(ctx, common.SAMPLING)
-    common.check_names(model, accelerator)
     if engine == "local":
         common.reject(ctx, "needs --engine ray", "replicas")
     from vargen.serving.api import build_app, read_api_key
@@ -65,7 +64,6 @@ def serve_model(
 
     limits, key = RequestLimits(images=max_images, seconds=timeout), read_api_key(os.environ)
     inspected = common.inspect(ctx, model)
-
     from vargen.serving.server import open_served_model, open_socket, run_server, warm_up
 
     if accelerator is not None:

@@ -9,20 +9,19 @@ from typing import Annotated, Any
 import typer
 
 from vargen.cli import common
-from vargen.cli.console import Verb, import_libraries, print_json, print_status
+from vargen.cli.console import import_libraries, print_json, print_status
 from vargen.device import select_device, set_threads
-from vargen.files import expand_user
 
 app = typer.Typer(help="Train drafters, and routers of video drafts, for your own model.", no_args_is_help=True)
-data_option = partial(typer.Option, rich_help_panel="What to train on")
+HEADS = "Draft heads"
+head_option = partial(typer.Option, rich_help_panel=HEADS)
 Run = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="For log, checkpoint and weights. A run in it is resumed. Default: runs/KIND."),
 ]
-_OF_HEADS = ("prompt_file", "features", "generated_images")
 
 
-@app.command("drafter", cls=Verb)
+@app.command("drafter", cls=common.Verb)
 def train_drafter(
     ctx: typer.Context,
     kind: Annotated[
@@ -31,34 +30,32 @@ def train_drafter(
     ],
     model: Annotated[str, typer.Option(metavar="NAME|DIR", help="The model to draft for, packaged or a folder.")] = "emoji",
     recipe: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Settings in TOML. Default: those of the packaged drafter.")
+        Path | None, typer.Option(metavar="FILE", help="Settings in TOML. Default: those of the packaged drafter.")
     ] = None,
     output: Run = None,
     steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Training steps. Default: the recipe's.")] = None,
     data: Annotated[
-        Path | None, data_option(metavar="DIR", help="Folder of images.npy and captions.jsonl. Heads use the captions.")
+        Path | None, typer.Option(metavar="DIR", help="Folder of images.npy and captions.jsonl. Heads use the captions.")
     ] = None,
     prompt_file: Annotated[
-        Path | None, data_option(metavar="FILE", help="For heads: one prompt per line, for a model that reads text.")
+        Path | None, head_option(metavar="FILE", help="Instead of --data: one prompt per line, for a model that reads text.")
     ] = None,
     features: Annotated[
         Path | None,
-        data_option(metavar="FILE", help="For heads of a model without text encoder: .npz of embeds [n, P, C], mask [n, P]."),
+        head_option(metavar="FILE", help="Instead, for a model without text encoder: .npz of embeds [n, P, C], mask [n, P]."),
     ] = None,
     generated_images: Annotated[
-        Path | None, data_option(metavar="DIR", help="Generated images, which several heads can share. Default: in --output.")
+        Path | None, head_option(metavar="DIR", help="Generated images, which several heads can share. Default: in --output.")
     ] = None,
     num_images: Annotated[
-        int | None, data_option(min=2, metavar="N", help="For heads: images to generate and train on. Default: the recipe's.")
+        int | None, head_option(min=2, metavar="N", help="Images to generate and train on. Default: the recipe's.")
     ] = None,
     device: common.Device = "auto",
     threads: common.Threads = None,
 ) -> None:
     """Train draft heads, a low-resolution model, or its up-sampler."""
-    common.check_names(model)
     import_libraries()
     set_threads(threads)
-
     from vargen.pipelines.llamagen import LlamaGenPipeline
     from vargen.training.config import load_config
     from vargen.training.dataset import load_captioned_images
@@ -67,34 +64,30 @@ def train_drafter(
     from vargen.training.heads import HeadConfig, load_target, train_head
     from vargen.training.upsampler import UpsamplerConfig, train_upsampler
 
-    heads = [*LlamaGenPipeline.family.drafters]
+    place, heads = select_device(device), [*LlamaGenPipeline.family.drafters]
     if kind not in (kinds := ["low-res", "upsampler", *heads]):
         raise ValueError(f"KIND must be one of {', '.join(kinds)}, got {kind!r}")
-    trained = {"low-res": GeneratorConfig, "upsampler": UpsamplerConfig}.get(kind, HeadConfig)
-    config: Any = load_config(expand_user(recipe, "recipe") if recipe else kind, trained, steps)
-    run = expand_user(output, "output") if output else Path("runs") / kind
-    folder = None if data is None else expand_user(data, "data")
-    files = {name: expand_user(path, name) for name, path in common.chosen(ctx, *_OF_HEADS).items()}
+    settings = {"low-res": GeneratorConfig, "upsampler": UpsamplerConfig}.get(kind, HeadConfig)
+    config: Any = load_config(recipe or kind, settings, steps)
+    run = output or Path("runs") / kind
     if kind in heads:
-        config, pipe = config.with_images(num_images), load_target(model, select_device(device))
-        captions = None if folder is None else lambda: load_captioned_images(folder)
-        source = select_prompt_source(pipe, config.num_images, captions, files.get("prompt_file"), files.get("features"))
-        metrics = train_head(kind, config, pipe, source, run, files.get("generated_images"))
-        print_json({"drafter": str(run / "drafter"), **metrics})
-        print_status(f'next: pipe.load_drafter("{run}/drafter")')
-        return
-    common.reject(ctx, "is for draft heads", "num_images", *_OF_HEADS)
-    if folder is None:
-        raise ValueError("data must be a folder of images.npy and captions.jsonl: give --data")
-    tokenizer, images = _model_folder(model) / "vqvae", load_captioned_images(folder)
-    place = select_device(device)
-    if kind == "upsampler":
-        metrics, trained_folder = train_upsampler(config, images, tokenizer, run, place), run / "upsampler"
+        config, pipe = config.with_images(num_images), load_target(model, place)
+        captions = None if data is None else lambda: load_captioned_images(data)
+        source = select_prompt_source(pipe, config.num_images, captions, prompt_file, features)
+        metrics, trained = train_head(kind, config, pipe, source, run, generated_images), run / "drafter"
+        print_json({"drafter": str(trained), **metrics})
     else:
-        metrics = train_generator(config, images, tokenizer, tokenizer.parent, run, place)
-        trained_folder = run / "transformer"
-    print_json({"model": str(trained_folder), **metrics})
-    print_status('next: pipe.load_drafter("runs/low-res", "runs/upsampler"), with both folders')
+        common.reject(ctx, "is for draft heads", HEADS)
+        if data is None:
+            raise ValueError("data must be a folder of images.npy and captions.jsonl: give --data")
+        folder, images = _model_folder(model), load_captioned_images(data)
+        if kind == "upsampler":
+            metrics, trained = train_upsampler(config, images, folder / "vqvae", run, place), run / "upsampler"
+        else:
+            metrics = train_generator(config, images, folder / "vqvae", folder, run, place)
+            trained = run / "transformer"
+        print_json({"model": str(trained), **metrics})
+    print_status(f"wrote {trained}; next: pipe.load_drafter, see docs/training.md")
 
 
 def _model_folder(model: str) -> Path:
@@ -109,7 +102,7 @@ def _model_folder(model: str) -> Path:
     return folder
 
 
-@app.command("router", cls=Verb)
+@app.command("router", cls=common.Verb)
 def train_router(
     prompt_file: Annotated[Path, typer.Option(metavar="FILE", help="One prompt per line; a hundred are enough.")],
     model: Annotated[str, typer.Option(metavar="NAME|DIR", help="The video model, packaged or a folder.")] = "emoji-video",
@@ -126,16 +119,14 @@ def train_router(
     threads: common.Threads = None,
 ) -> None:
     """Train the router of sdvg-learned: it predicts which drafts of a video the large model would improve."""
-    common.check_names(model)
     import_libraries()
     set_threads(threads)
-
     from vargen.pipelines.causal_video import CAUSAL_VIDEO
     from vargen.pipelines.loading import open_pipeline, read_model_folder
     from vargen.training.router import RouterConfig, train_router
 
     config, prompts = RouterConfig(blocks, tuple(seed or (0,)), exit_step), common.read_prompts(prompt_file)
-    run, place = expand_user(output or "runs/router", "output"), select_device(device)
+    run, place = output or Path("runs/router"), select_device(device)
     pipe = open_pipeline(read_model_folder(model, CAUSAL_VIDEO).path).to(place)
     print_json({"router": str(run / "router"), **train_router(config, pipe, prompts, run)})
-    print_status(f'next: pipe.load_drafter("{run}/router")')
+    print_status(f"wrote {run / 'router'}; next: pipe.load_drafter, see docs/training.md")

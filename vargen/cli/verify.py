@@ -36,7 +36,6 @@ def verify(
 
     names = methods or [name for name, preset in PRESETS.items() if preset.paradigm != "video"]
     found = [load_method(name) for name in names]
-
     from vargen.evaluation.exactness import check_exactness
 
     reports = []
