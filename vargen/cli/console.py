@@ -50,8 +50,13 @@ class Commands(TyperGroup):
 
 def raise_on_sigterm() -> None:
     """Let SIGTERM end a command as Ctrl-C does, unless the process ignores it."""
+
+    def interrupt(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not disturb the end
+        raise KeyboardInterrupt
+
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, interrupt)
 
 
 def is_bad_input(error: Exception) -> bool:

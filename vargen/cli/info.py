@@ -23,10 +23,11 @@ _WIDTH = 100  # columns per line
 def info(
     ctx: typer.Context,
     as_json: common.JsonFlag = False,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="The memory that this model needs, instead.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Memory that it needs on --device, where cuda needs no GPU here.")
+    ] = None,
     device: common.Device = "auto",
 ) -> None:
-    """With --model, --device cuda needs no GPU here."""
     if ctx.invoked_subcommand is not None:
         return
     if model is not None:
