@@ -292,10 +292,7 @@ def _write_contact_sheet(records: list[dict[str, Any]], file: OutputFile, parame
 
 def regenerate(
     ctx: typer.Context,
-    image: Annotated[
-        Path,
-        typer.Argument(metavar="IMAGE.png", exists=True, dir_okay=False, help="That `vargen generate` or the demo wrote."),
-    ],
+    image: Annotated[Path, typer.Argument(metavar="IMAGE.png", help="A PNG that `vargen generate` or the demo wrote.")],
     model: Annotated[
         str | None, typer.Option(metavar="NAME|DIR", help="Default: the model that the image names, if it is packaged.")
     ] = None,
@@ -313,6 +310,8 @@ def regenerate(
     from vargen.assets import packaged_models
     from vargen.image_metadata import read_parameters
 
+    if not image.is_file():
+        raise FileNotFoundError(f"image {str(image)!r} does not exist")
     try:
         parameters = read_parameters(image)
     except ValueError as error:
