@@ -105,20 +105,20 @@ def test_one_file_by_two_names_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     for first, second in pairs:
         one, other = (OutputFile(Path(name)) for name in (first, second))
         with pytest.raises(ValueError, match="sheet"):
-            check_outputs({"output": [one], "json": [None], "sheet": [other]}, {})
+            check_outputs({}, {"output": [one], "other": [None], "sheet": [other]})
         with pytest.raises(ValueError, match="prompt_file"):
-            check_outputs({"output": [one]}, {"image": None, "prompt_file": Path(second)})
-    apart = {"output": ["a.png", "b.png"], "sheet": ["folder/a.png"], "json": ["a.json"]}
-    check_outputs({name: [OutputFile(Path(file)) for file in files] for name, files in apart.items()}, {"prompt_file": there})
+            check_outputs({"image": None, "prompt_file": Path(second)}, {"output": [one]})
+    apart = {"output": ["a.png", "b.png"], "sheet": ["folder/a.png"], "other": ["a.json"]}
+    check_outputs({"prompt_file": there}, {name: [OutputFile(Path(file)) for file in files] for name, files in apart.items()})
 
 
 def test_made_up_names_give_way_and_given_ones_do_not(tmp_path: Path) -> None:
     made_up, given = (OutputFile(tmp_path / "a-1.png", explicit=named) for named in (False, True))
     derived = {"output": [made_up], "sheet": [OutputFile(tmp_path / "a-1.png", explicit=False)]}
-    check_outputs(derived, {"prompt_file": made_up.path})
+    check_outputs({"prompt_file": made_up.path}, derived)
     for first, second in ((made_up, given), (given, made_up)):
         with pytest.raises(ValueError, match="sheet"):
-            check_outputs({"output": [first], "sheet": [second]}, {})
+            check_outputs({}, {"output": [first], "sheet": [second]})
 
 
 MINE = '{"methods": {}, "subjects": [], "num": 1}'
@@ -142,9 +142,9 @@ NAMES = ["run/run.json", "run/deep/new.json", "to_run/run.json", "link.json", "r
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_of_a_file_of_the_run_is_refused(name: str, folder: Path) -> None:
-    json = [OutputFile(folder.parent / name)]
+    params = {"as_json": str(folder.parent / name)}
     with pytest.raises(ValueError, match="run"):
-        check_outputs({"json": json}, {})
+        check_outputs(params, {})
     (folder / "run.json").unlink()  # of a run to be created
     with pytest.raises(ValueError, match="run"):
-        check_outputs({"json": json}, {}, run=folder)
+        check_outputs(params, {}, run=folder)

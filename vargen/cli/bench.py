@@ -37,7 +37,7 @@ def bench(
     """
     widths = parse_numbers(tokens_per_pass, "tokens_per_pass", 2**20)
     batches = parse_numbers(batch_size, "batch_size", 1024)
-    common.check_outputs({"json": [common.result_file(as_json)]}, {}, *(model or []))
+    common.check_outputs(ctx.params, {})
     import_libraries()
     set_threads(threads)
     from vargen.device import summarize_machine
@@ -58,7 +58,7 @@ def bench(
             network = open_benchmark_model(name, kind, place, quantization)
             reports.append(measure_steps(network, widths, batches, guidance=guidance, rounds=repeats, progress=show))
     text = "\n\n".join([summarize_machine(about, place, kind), *map(_format, reports)])
-    common.write_results(as_json, text, {"machine": about, "reports": [report.to_dict() for report in reports]})
+    common.write_results(ctx, text, {"machine": about, "reports": [report.to_dict() for report in reports]})
 
 
 def parse_numbers(text: str, name: str, most: int) -> list[int]:

@@ -299,7 +299,7 @@ def resolve_outputs(
 
 def result_file(path: str | Path | None, suffix: str = ".json", name: str = "json") -> OutputFile | None:
     """Return a result file; None if no file is requested, or for `-`, standard output."""
-    if path is None or str(path) == "-":
+    if path is None or isinstance(path, bool) or str(path) == "-":
         return None
     file = expand_user(path, name)
     if file.suffix.lower() != suffix or file.is_dir():
@@ -319,17 +319,21 @@ def validate_writable(folder: Path, name: str = "output") -> None:
 
 
 def check_outputs(
-    outputs: Mapping[str, Iterable[OutputFile | None]], inputs: Mapping[str, Path | None], *models: str, run: Path | None = None
+    params: Mapping[str, Any], outputs: Mapping[str, Iterable[OutputFile | None]], run: Path | None = None
 ) -> None:
     """Raise ValueError if two outputs are the same file, or if one would overwrite an input, a model or a file of a run.
 
     Args:
-        outputs, inputs: by option. models: those that are no folder are left out. run: folder of a run that need not exist.
+        params: of the command; its paths are inputs, and `as_json` is an output. outputs: by option.
+        run: folder of a run that need not exist.
     """
-    read = {path.resolve(): f"{name} {str(path)!r}" for name, path in inputs.items() if path is not None}
-    for model in models:
-        files = itertools.chain(Path(model).glob("*.json"), Path(model).glob("*/*.json"))
-        read |= {file.resolve(): f"a file of model {model}" for file in files}
+    inputs = {name: path for name, path in params.items() if isinstance(path, Path) and path != run and name not in outputs}
+    read = {path.resolve(): f"{name} {str(path)!r}" for name, path in inputs.items()}
+    model = params.get("model")
+    for folder in map(Path, model if isinstance(model, list) else [model or ""]):
+        files = itertools.chain(folder.glob("*.json"), folder.glob("*/*.json"))
+        read |= {file.resolve(): f"a file of model {str(folder)!r}" for file in files if model}
+    outputs = {**outputs, "json": [result_file(params.get("as_json"))]}
     used: dict[Path, OutputFile] = {}
     for name, file in ((name, file) for name, files in outputs.items() for file in files if file is not None):
         path, title = file.path.resolve(), f"{name} {str(file.path)!r}"
@@ -362,12 +366,13 @@ def save_image(image: Any, file: OutputFile, parameters: dict[str, Any]) -> Path
     return path
 
 
-def write_results(as_json: str | None, text: str, document: Any, *others: Callable[[], Iterable[Path]]) -> None:
+def write_results(ctx: typer.Context, text: str, document: Any, *others: Callable[[], Iterable[Path]]) -> None:
     """Print the table, or JSON for `-`, and write the file of --json and others. What fails does not prevent the rest.
 
     Args:
         others: each writes files and returns their names, which are printed: to stderr if stdout is for JSON.
     """
+    as_json = ctx.params["as_json"]
     with ExitStack() as last_to_first:
         for write in reversed(others):
             last_to_first.callback(_write, write, as_json == "-")

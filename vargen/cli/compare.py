@@ -53,8 +53,7 @@ def compare(
     """
     (file,) = common.resolve_outputs(output, ["comparison"])
     sampling = common.chosen(ctx, common.SAMPLING)
-    json_file = common.result_file(as_json)
-    common.check_outputs({"output": [file], "json": [json_file]}, {"prompt_file": prompt_file}, model)
+    common.check_outputs(ctx.params, {"output": [file]})
     prompts = common.read_prompts(prompt_file)
     inspected = common.inspect(ctx, model)
     if methods is not None:
@@ -69,7 +68,7 @@ def compare(
     machine, about = common.loading(ctx, inspected.folder), common.machine_for_timing()
     if inspected.fps is not None:
         videos = compare_videos(ctx, inspected, prompts)
-        common.write_results(as_json, video_table(videos), videos.to_dict(), lambda: [save_strips(videos, file)])
+        common.write_results(ctx, video_table(videos), videos.to_dict(), lambda: [save_strips(videos, file)])
         return
     inspected.resolve_sampling(**sampling)
     if inspected.is_class_conditional:
@@ -88,7 +87,7 @@ def compare(
     dtype_name = str(machine["torch_dtype"]).removeprefix("torch.")
     head = summarize_machine(about, machine["device"], machine["torch_dtype"])
     document = {"machine": about, "dtype": dtype_name, **comparison.to_dict()}
-    common.write_results(as_json, f"{head}\n\n{comparison_table(comparison)}\n", document, save_images)
+    common.write_results(ctx, f"{head}\n\n{comparison_table(comparison)}\n", document, save_images)
 
 
 def select_methods(pipe: Any, methods: str | list[str] | None) -> dict[str, Any]:

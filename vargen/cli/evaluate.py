@@ -130,7 +130,7 @@ def evaluate(
     quality_vs_speed.png and methods.png to DIR. Run the same command again to resume an interrupted run. Image k has
     the seed --seed + k, regardless of batch size, shard and backend.
     """
-    sampling, json_file = common.chosen(ctx, common.SAMPLING), common.result_file(as_json)
+    sampling = common.chosen(ctx, common.SAMPLING)
     if backend == "local":
         common.reject(ctx, "needs --backend ray; otherwise there is one process (see --shard)", "num_workers")
     if images is not None:
@@ -144,8 +144,7 @@ def evaluate(
     if generate_only:
         common.reject(ctx, "cannot be used with --generate-only", METRICS, "as_json")
     part = parse_shard(shard)
-    inputs = {"prompt_file": prompt_file, "reference": reference}
-    common.check_outputs({"json": [json_file]}, inputs, model, run=output)
+    common.check_outputs(ctx.params, {}, run=output)
     common.validate_writable(output)
     inspected = common.inspect(ctx, model)
     machine = common.loading(ctx, inspected.folder)
@@ -256,8 +255,7 @@ def evaluate_images(ctx: typer.Context, path: Path) -> None:
     """Score a run, a folder of images or a file of samples; write them as samples and as a reference if it is asked for."""
     prompt_file, names = ctx.params["prompt_file"], ("export_samples", "save_reference")
     samples, saved = (common.result_file(ctx.params[name], ".npz", name) for name in names)
-    outputs = {"export_samples": [samples], "save_reference": [saved], "json": [common.result_file(ctx.params["as_json"])]}
-    common.check_outputs(outputs, {"images": path, **{name: ctx.params[name] for name in ("prompt_file", "reference")}})
+    common.check_outputs(ctx.params, {"export_samples": [samples], "save_reference": [saved]})
     import_libraries()
     from vargen.evaluation.evaluate import evaluate_folder, evaluate_samples, export_adm_samples, statistics_of
     from vargen.evaluation.features import Extractor
@@ -307,7 +305,7 @@ def write_result(ctx: typer.Context, found: EvaluationResult, save: Callable[[],
 
     heads, rows = table_cells(image_columns(found.rows, found.baseline), found.rows)
     lines = [table(heads, rows, "<" + ">" * (len(heads) - 1)), *(f"note: {note}" for note in group_notes(found.rows)), ""]
-    common.write_results(ctx.params["as_json"], "\n".join(lines), to_json(found.rows, found.baseline, found.about), save)
+    common.write_results(ctx, "\n".join(lines), to_json(found.rows, found.baseline, found.about), save)
 
 
 def evaluate_videos(ctx: typer.Context, model: VisualPipeline, folder: Path) -> None:
@@ -327,4 +325,4 @@ def evaluate_videos(ctx: typer.Context, model: VisualPipeline, folder: Path) -> 
         common.write_text(report, video_to_markdown(found, setup))
         return [metrics, report, save_strips(found, OutputFile(folder / "strips.png"))]
 
-    common.write_results(ctx.params["as_json"], video_table(found), found.to_dict(), save)
+    common.write_results(ctx, video_table(found), found.to_dict(), save)

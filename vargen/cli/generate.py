@@ -116,8 +116,7 @@ def generate(
     stems = [f"{common.slugify(prefix + each)}-{first + k}" for k, each in enumerate(subjects)]
     files = common.resolve_outputs(output, stems, suffixes=VIDEO_SUFFIXES if is_video else common.IMAGE_SUFFIXES)
     sheets = [] if contact_sheet is None else common.resolve_outputs(contact_sheet, ["sheet"], "contact_sheet")
-    inputs = {"prompt_file": prompt_file, "image": image, "mask_image": mask_image}
-    common.check_outputs({"output": files, "contact_sheet": sheets}, inputs, model)
+    common.check_outputs(ctx.params, {"output": files, "contact_sheet": sheets})
     call: dict[str, Any] = {"accelerator": accelerator or inspected.default_method, **sampling}
     machine = common.loading(ctx, inspected.folder)
     if is_video:
@@ -320,7 +319,7 @@ def regenerate(
     if model is None and name not in packaged_models():
         raise ValueError(f"image {str(image)!r} is of the model {name!r}, which is not packaged: give it with --model")
     files = [] if output is None else common.resolve_outputs(output, [f"{image.stem}-regenerated"])
-    common.check_outputs({"output": files}, {"image": image})
+    common.check_outputs(ctx.params, {"output": files})
     common.check_names(name)
     folder = common.inspect(ctx, name).folder
     from vargen.pipelines.loading import open_pipeline
