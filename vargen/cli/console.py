@@ -104,21 +104,24 @@ def print_json(document: Any) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
+def progress_bar(what: str, unit: str = "", hidden: bool = False, silent: bool = False) -> Iterator[Callable[[int, int], None]]:
     """Show progress and the remaining time on stderr; where that is no terminal, one line a minute.
 
     Yields a function of the steps that are done and their total. Steps that are done at its first call do not count toward
     the speed.
+
+    Args:
+        hidden: without a bar, as the pipeline has its own. silent: without lines.
     """
-    said = time.monotonic()
-    with tqdm(desc=what, unit=f" {unit}", disable=None, leave=False, dynamic_ncols=True, file=sys.stderr) as bar:
+    said, disabled = time.monotonic(), True if hidden else None  # None: where stderr is no terminal
+    with tqdm(desc=what, unit=f" {unit}", disable=disabled, leave=False, dynamic_ncols=True, file=sys.stderr) as bar:
 
         def show(done: int, total: int) -> None:
             nonlocal said
-            if bar.disable and time.monotonic() > said + _SILENCE:
+            if not silent and not sys.stderr.isatty() and time.monotonic() > said + _SILENCE:
                 said = time.monotonic()
                 print_status(f"{what}: {done} of {total} {unit}".rstrip())
-            elif not bar.disable and bar.total is None:
+            if bar.total is None:
                 bar.total, bar.n, bar.initial = total, done, done
             bar.update(done - bar.n)
 

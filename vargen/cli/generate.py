@@ -12,7 +12,7 @@ import typer
 
 from vargen.cli import common
 from vargen.cli.common import MAX_IMAGES, OutputFile, image_option, machine_option, video_option
-from vargen.cli.console import print_json, print_status
+from vargen.cli.console import print_json, print_status, progress_bar
 from vargen.reading import open_image
 from vargen.values import MAX_SEED
 
@@ -117,12 +117,12 @@ def generate(
     files = common.resolve_outputs(output, stems, suffixes=VIDEO_SUFFIXES if is_video else common.IMAGE_SUFFIXES)
     sheets = [] if contact_sheet is None else common.resolve_outputs(contact_sheet, ["sheet"], "contact_sheet")
     common.check_outputs(ctx.params, {"output": files, "contact_sheet": sheets})
-    call: dict[str, Any] = {"accelerator": accelerator or inspected.default_method, **sampling}
+    call: dict[str, Any] = {"accelerator": accelerator, **sampling}
     machine = common.loading(ctx, inspected.folder)
     if is_video:
         call |= _video_arguments(ctx, inspected, files)
     else:
-        call |= _image_arguments(ctx, inspected, call["accelerator"], machine["device"])
+        call |= _image_arguments(ctx, inspected, machine["device"])
     labels: list[Any] = _parse_labels(subjects, inspected) if class_label else subjects
     jobs: list[Job] = [(label, first + k, file) for k, (label, file) in enumerate(zip(labels, files, strict=True))]
     from vargen.decoding import DecodeStats
@@ -164,13 +164,13 @@ def _parse_labels(labels: list[str], model: VisualPipeline) -> list[int]:
     return resolve_class_labels(typed, model.num_classes, model.class_names)
 
 
-def _image_arguments(ctx: typer.Context, model: VisualPipeline, method: str, place: Any) -> dict[str, Any]:
+def _image_arguments(ctx: typer.Context, model: VisualPipeline, place: Any) -> dict[str, Any]:
     """Check a request against the model's files, before weights are read, and return more arguments of the call."""
     from vargen.pipelines.images import validate_source
     from vargen.pipelines.validation import validate_prompts
     from vargen.scoring import DEFAULT_SCORER, open_scorer
 
-    model.resolve_method(method)
+    model.resolve_method(ctx.params["accelerator"] or model.default_method)
     model.resolve_sampling(**common.chosen(ctx, common.SAMPLING))
     given, by_class = common.chosen(ctx, "image", "mask_image", "strength"), bool(ctx.params["class_label"])
     if not model.makes_images:
@@ -183,8 +183,8 @@ def _image_arguments(ctx: typer.Context, model: VisualPipeline, method: str, pla
     for name in given.keys() - {"strength"}:
         given[name] = common.read_source(given[name], name, keep_alpha=name == "mask_image")
     if given:
-        source = (given.get(name) for name in ("image", "mask_image", "strength"))
-        validate_source(*source, model.image_size, model.image_processor)
+        image, mask, strength = (given.get(name) for name in ("image", "mask_image", "strength"))
+        validate_source(image, mask, strength, model.image_size or 0, model.image_processor)
     if negative := ctx.params["negative_prompt"]:  # an empty one has no effect
         if by_class:
             raise ValueError("negative_prompt must be left out: this model generates classes, not text")
@@ -228,29 +228,31 @@ def _generate_batches(
     is_video, stats = pipe.fps is not None, []
     what, argument = "videos" if is_video else "images", "class_labels" if ctx.params["class_label"] else "prompt"
     try:
-        for start in range(0, len(jobs), size):
-            batch, before = jobs[start : start + size], len(records)
-            label = f"{what} {start + 1}-{start + len(batch)} of {len(jobs)}"
-            hidden = ctx.params["quiet"] or None  # None: where stderr is no terminal
-            pipe.set_progress_bar_config(desc=label, disable=hidden, leave=False, file=sys.stderr)
-            subjects: Any = [subject for subject, _, _ in batch]
-            generators: Any = [torch.Generator().manual_seed(seed) for _, seed, _ in batch]
-            if is_video:
-                (subjects,), (generators,) = subjects, generators
-            result = pipe(**{argument: subjects}, generator=generators, **call)
-            stats.append(result.stats)
-            for number, job in enumerate(batch):
-                try:
-                    records.append(_save_video(result, job) if is_video else _save_image(ctx, result, number, job))
-                except OSError as error:
-                    print_status(f"error: output {str(job[2].path)!r} was not written: {error.strerror or error}")
-                    continue
-                if not ctx.params["as_json"]:
-                    print(records[-1]["file"], flush=True)
-            if is_video and not ctx.params["quiet"]:
-                print_status(_summarize(result))
-            if len(records) == before:
-                break
+        with progress_bar("generating", what, hidden=True, silent=ctx.params["quiet"]) as show:
+            for start in range(0, len(jobs), size):
+                batch, before = jobs[start : start + size], len(records)
+                label = f"{what} {start + 1}-{start + len(batch)} of {len(jobs)}"
+                hidden = ctx.params["quiet"] or None  # None: where stderr is no terminal
+                pipe.set_progress_bar_config(desc=label, disable=hidden, leave=False, file=sys.stderr)
+                subjects: Any = [subject for subject, _, _ in batch]
+                generators: Any = [torch.Generator().manual_seed(seed) for _, seed, _ in batch]
+                if is_video:
+                    (subjects,), (generators,) = subjects, generators
+                result = pipe(**{argument: subjects}, generator=generators, **call)
+                stats.append(result.stats)
+                for number, job in enumerate(batch):
+                    try:
+                        records.append(_save_video(result, job) if is_video else _save_image(ctx, result, number, job))
+                    except OSError as error:
+                        print_status(f"error: output {str(job[2].path)!r} was not written: {error.strerror or error}")
+                        continue
+                    if not ctx.params["as_json"]:
+                        print(records[-1]["file"], flush=True)
+                if is_video and not ctx.params["quiet"]:
+                    print_status(_summarize(result))
+                if len(records) == before:
+                    break
+                show(len(records), len(jobs))
     finally:
         if 0 < len(records) < len(jobs):
             print_status(f"{len(records)} of {len(jobs)} {what} were written")
