@@ -32,7 +32,8 @@ def test_help_imports_no_torch(words: list[str]) -> None:
 @pytest.mark.parametrize(
     "words",
     [["generate"], ["generate", "x", "--top-p", "3"], ["generate", "x", "--accelerator", "gumble"]]
-    + [[verb, "--model", "emojii"] for verb in ("generate x", "serve", "eval -o run", f"compare --prompt-file {__file__}")],
+    + [[verb, "--model", "emojii"] for verb in ("generate x", "serve", "eval -o run", f"compare --prompt-file {__file__}")]
+    + [["verify", "arr"], ["eval", "-o", "run", "--methods", "ar,gumble"], ["train", "drafter", "low-res"], ["bench", "--x"]],
     ids=" ".join,
 )
 def test_wrong_names_and_options_are_reported_without_torch(words: list[str]) -> None:

@@ -23,6 +23,7 @@ from vargen import device
 from vargen.cli.console import import_libraries, print_status, to_json
 from vargen.files import atomic_file, expand_user
 from vargen.reading import STDIN, apply_orientation, on_white, open_image, read_text
+from vargen.specs import split_specs
 from vargen.values import MAX_SEED, OPTIONS, short_repr, suggest_names
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ class Verb(TyperCommand):
                 ctx.params[name] = expand_user(value, name)
             if isinstance(value, list):
                 ctx.params[name] = [expand_user(each, name) if isinstance(each, Path) else each for each in value]
-        check_names(ctx.params.get("model"), ctx.params.get("accelerator"))
+        methods = split_specs(ctx.params.get("methods") or [])
+        check_names(ctx.params.get("model"), [*methods, *chosen(ctx, "accelerator").values()])
         return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -138,12 +140,14 @@ def reject(ctx: typer.Context, reason: str, *groups: str) -> None:
         raise ValueError(f"{max(option.opts, key=len)} {reason}")
 
 
-def check_names(model: Any, method: str | None = None) -> None:
-    """Raise ValueError for a model or a preset that does not exist; lists of models are left out."""
+def check_names(model: Any, methods: Iterable[str] = ()) -> None:
+    """Raise ValueError for a model or a preset that does not exist; lists of models, and module:name, are left out."""
     from vargen.pipelines.model_names import locate_folder
 
-    if method is not None and (name := method.partition(":")[0].strip()) not in METHODS:
-        raise ValueError(f"unknown accelerator {short_repr(name)}; {suggest_names(name, METHODS)}")
+    for method in methods:
+        name, _, rest = method.partition(":")
+        if name.strip() not in (*METHODS, "draft") and ("=" in rest or not rest):
+            raise ValueError(f"unknown accelerator {short_repr(name)}; {suggest_names(name, METHODS)}")
     if isinstance(model, str):
         locate_folder(model, {})
 

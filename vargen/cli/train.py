@@ -54,6 +54,10 @@ def train_drafter(
     threads: common.Threads = None,
 ) -> None:
     """Train draft heads, a low-resolution model, or its up-sampler."""
+    if kind in ("low-res", "upsampler"):
+        common.reject(ctx, "is for draft heads", HEADS)
+        if data is None:
+            raise ValueError("data must be a folder of images.npy and captions.jsonl: give --data")
     import_libraries()
     set_threads(threads)
     from vargen.pipelines.llamagen import LlamaGenPipeline
@@ -76,10 +80,7 @@ def train_drafter(
         source = select_prompt_source(pipe, config.num_images, captions, prompt_file, features)
         metrics, trained = train_head(kind, config, pipe, source, run, generated_images), run / "drafter"
         print_json({"drafter": str(trained), **metrics})
-    else:
-        common.reject(ctx, "is for draft heads", HEADS)
-        if data is None:
-            raise ValueError("data must be a folder of images.npy and captions.jsonl: give --data")
+    elif data is not None:
         folder, images = _model_folder(model), load_captioned_images(data)
         if kind == "upsampler":
             metrics, trained = train_upsampler(config, images, folder / "vqvae", run, place), run / "upsampler"
