@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from vargen.cli import inputs
+from vargen.cli import common
 from vargen.pipelines.llamagen import LlamaGenPipeline
 
 
@@ -106,7 +106,7 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("--prompt-file prompts.json --json prompts.json", "json"),
         ("--prompt-file prompts.json --json link.json", "json"),
     ],
-    "bench step --model TEXT": [
+    "bench --model TEXT": [
         ("--tokens-per-pass 1,0", "tokens_per_pass"), ("--tokens-per-pass 17", "16"), ("--batch-size x", "batch_size"),
         ("--batch-size 9999", "batch_size"), ("--repeats 0", "repeats"),
     ],
@@ -147,7 +147,7 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("--transformer a.pt", "a.pt"), ("--transformer text.png", "text.png"), ("", "transformer"),
         ("--transformer empty", "transformer"), ("--transformer text.png --id2label empty", "id2label"),
     ],
-    "regenerate": [("gone.png", "image"), ("cat.png", "vargen parameters")],
+    "regenerate": [("gone.png", "gone.png"), ("cat.png", "vargen parameters")],
 }  # fmt: skip
 COMMANDS["generate a --model TEXT"] += [(" ".join(pair), pair[0][2:].replace("-", "_")) for pair in SAMPLING]
 
@@ -176,7 +176,7 @@ def test_prompts_and_names_that_are_none(refused: Any, words: list[str], named: 
     (("a cat", "-n", "1024", "--prompt-file", "-"), b"a\n" * 50, "number of images"),
 ])  # fmt: skip
 def test_standard_input(refused: Any, words: Any, data: bytes, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "_MAX_BYTES", 150)
+    monkeypatch.setattr(common, "_MAX_BYTES", 150)
     monkeypatch.setattr("vargen.cli.generate.MAX_IMAGES", 2000)
     monkeypatch.setattr("vargen.reading.sys", type("sys", (), {"stdin": io.TextIOWrapper(io.BytesIO(data))}))
     refused(["generate", *words, "--model", "TEXT"], named)
@@ -185,7 +185,7 @@ def test_standard_input(refused: Any, words: Any, data: bytes, named: str, monke
 def test_an_output_that_is_a_file_of_the_model(refused: Any, text_model: Path) -> None:
     index = text_model / "model_index.json"
     before = index.read_bytes()
-    for command in ("compare --prompt-file prompts.txt --methods sjd", "bench step"):
+    for command in ("compare --prompt-file prompts.txt --methods sjd", "bench"):
         refused([*command.split(), "--model", "TEXT", "--json", str(index)], "json")
     assert index.read_bytes() == before
 

@@ -67,7 +67,7 @@ def test_schedules_of_a_next_scale_model(run: Any, scale_model: Path, prompts: P
 def test_step_reports_every_case(run: Any, text_model: Path) -> None:
     words = ("--model", text_model, "--tokens-per-pass", "1,4", "--batch-size", "1,2", "--repeats", 2, "--threads", 1)
     words += ("--guidance",)
-    result = run("bench", "step", *words, "--json", "out/a.json")
+    result = run("bench", *words, "--json", "out/a.json")
     assert result.exit_code == 0, result.output
     for part in ("tokens", "quartiles", "x weights", "GB/s", "torch"):
         assert part in result.stdout

@@ -55,7 +55,7 @@ def test_a_packaged_model_shows_its_size_and_card(
     (model,) = json.loads(run("info", "--json").stdout)["models"]
     assert model["name"] == "tiny" and model["megabytes"] > 1 and model["summary"] == "Draws noise, and little else"
     assert "Draws noise, and little else" in run("info").stdout
-    assert info.read_card_summary(tmp_path) == ""
+    assert info.describe_folder("none", tmp_path)["summary"] == ""
 
 
 def test_the_memory_of_a_model_is_predicted(run: Any) -> None:

@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vargen.cli.outputs import (
+from vargen.cli.common import (
     MAX_SLUG,
     OutputFile,
+    check_outputs,
     resolve_outputs,
+    save_image,
     slugify,
-    validate_distinct_paths,
-    validate_run_outputs,
     validate_writable,
 )
-from vargen.cli.results import save_image
 
 
 def test_slugs_of_ordinary_and_hostile_prompts() -> None:
@@ -81,10 +80,10 @@ def test_writable_is_tried_not_guessed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     validate_writable(tmp_path / "a" / "b")
     assert not (tmp_path / "a").exists()
-    with pytest.raises(ValueError, match="is not a folder"):
+    with pytest.raises(ValueError, match="cannot be written"):
         validate_writable(tmp_path / "file" / "below")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="is not a folder"):
+    with pytest.raises(ValueError, match="cannot be written"):
         validate_writable(tmp_path / "dangling")
     if Path("/proc").is_dir():  # read-only whoever asks, root included
         with pytest.raises(ValueError, match="cannot be written"):
@@ -104,22 +103,22 @@ def test_one_file_by_two_names_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         ("folder/a.png", "way/a.png"), ("a.png", "folder/../a.png"),
     ]  # fmt: skip
     for first, second in pairs:
-        named = OutputFile(Path(first), explicit=True)
+        one, other = (OutputFile(Path(name)) for name in (first, second))
         with pytest.raises(ValueError, match="sheet"):
-            validate_distinct_paths({"output": [named], "json": [None], "sheet": [Path(second)]})
+            check_outputs({}, {"output": [one], "other": [None], "sheet": [other]})
         with pytest.raises(ValueError, match="prompt_file"):
-            validate_distinct_paths({"output": [Path(first)]}, {"prompt_file": [None, Path(second)]})
-    apart = {"output": [Path("a.png"), Path("b.png")], "sheet": [Path("folder/a.png")], "json": [Path("a.json")]}
-    validate_distinct_paths(apart, {"prompt_file": [there]})
+            check_outputs({"image": None, "prompt_file": Path(second)}, {"output": [one]})
+    apart = {"output": ["a.png", "b.png"], "sheet": ["folder/a.png"], "other": ["a.json"]}
+    check_outputs({"prompt_file": there}, {name: [OutputFile(Path(file)) for file in files] for name, files in apart.items()})
 
 
 def test_made_up_names_give_way_and_given_ones_do_not(tmp_path: Path) -> None:
     made_up, given = (OutputFile(tmp_path / "a-1.png", explicit=named) for named in (False, True))
     derived = {"output": [made_up], "sheet": [OutputFile(tmp_path / "a-1.png", explicit=False)]}
-    validate_distinct_paths(derived, {"prompt_file": [made_up.path]})
+    check_outputs({"prompt_file": made_up.path}, derived)
     for first, second in ((made_up, given), (given, made_up)):
-        with pytest.raises(ValueError, match="output"):
-            validate_distinct_paths({"output": [first], "sheet": [second]})
+        with pytest.raises(ValueError, match="sheet"):
+            check_outputs({}, {"output": [first], "sheet": [second]})
 
 
 MINE = '{"methods": {}, "subjects": [], "num": 1}'
@@ -143,9 +142,9 @@ NAMES = ["run/run.json", "run/deep/new.json", "to_run/run.json", "link.json", "r
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_of_a_file_of_the_run_is_refused(name: str, folder: Path) -> None:
-    file = folder.parent / name
+    params = {"as_json": str(folder.parent / name)}
     with pytest.raises(ValueError, match="run"):
-        validate_run_outputs({"json": file}, {}, "", folder)
-    for part in (folder, folder / "images" / "ar"):  # scored as a folder of pictures, or compared with
-        with pytest.raises(ValueError, match="run"):
-            validate_run_outputs({"json": file}, {"reference": part}, "")
+        check_outputs(params, {})
+    (folder / "run.json").unlink()  # of a run to be created
+    with pytest.raises(ValueError, match="run"):
+        check_outputs(params, {}, run=folder)

@@ -15,7 +15,7 @@ from killed_runs import check_killed_command, images, lines
 from rejects import rejects
 from tiny_models import class_pipeline
 
-from vargen.cli.console import quiet_libraries
+from vargen.cli.console import import_libraries
 from vargen.evaluation.generation import GenerationPlan, generate_missing_images, run_locally, select_classes
 from vargen.evaluation.run_directory import ManifestWriter, RunDirectory, read_manifest
 
@@ -173,7 +173,7 @@ def test_a_full_disk_is_reported_leaves_nothing_half_written_and_is_resumed(
 ) -> None:
     """The kernel refuses what is too large: first the manifest, then a picture."""
     resource = pytest.importorskip("resource")
-    quiet_libraries()  # what they print would go into pytest's file, which may not grow either
+    import_libraries()  # what they print would go into pytest's file, which may not grow either
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     run = make_plan(model, tmp_path / "run")

@@ -11,7 +11,7 @@ import pytest
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
-from vargen.cli.inputs import read_source
+from vargen.cli.common import read_source
 from vargen.evaluation.evaluate import load_reference
 from vargen.evaluation.features import to_uint8_array
 from vargen.evaluation.image_files import list_images, read_image

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vargen.cli.inputs import SourceFiles
+from vargen.cli.common import read_source
 from vargen.pipelines.images import read_mask, validate_source
 
 SIDE = 8
@@ -90,13 +90,10 @@ IN_FILES = [name for name, mask in MASKS.items() if mask.mode in ("1", "L", "LA"
 
 @pytest.mark.parametrize("name", IN_FILES)
 def test_a_file_is_read_as_the_image_that_it_holds(name: str, tmp_path: Path) -> None:
-    class Model:
-        image_size = SIDE
-
     noise().save(tmp_path / "image.png")
     MASKS[name].save(tmp_path / "mask.png")
-    given = SourceFiles(tmp_path / "image.png", tmp_path / "mask.png", None).load(Model())  # type: ignore[arg-type]
-    assert (read_mask(given["mask_image"]) == AREA).all() and given["image"].mode == "RGB"
+    mask = read_source(tmp_path / "mask.png", "mask_image", keep_alpha=True)
+    assert (read_mask(mask) == AREA).all() and read_source(tmp_path / "image.png", "image").mode == "RGB"
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32, torch.float64])

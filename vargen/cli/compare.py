@@ -7,41 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vargen.cli.bench import setup_device
-from vargen.cli.compare_video import VideoComparisonOptions, compare_and_write
+from vargen.cli import common
+from vargen.cli.common import OutputFile, image_option, video_option
 from vargen.cli.console import print_status, progress_bar, table
-from vargen.cli.inputs import read_prompts, report_emoji_names
-from vargen.cli.options import (
-    Device,
-    DeviceName,
-    Dtype,
-    DtypeName,
-    Guidance,
-    Json,
-    ModelName,
-    QuantizationName,
-    Seed,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-    check_names,
-    explicit_options,
-    makes_video,
-    reject_options,
-)
-from vargen.cli.outputs import resolve_outputs
-from vargen.cli.results import ResultWriter, save_image
-from vargen.device import set_threads
-from vargen.files import expand_user
 
 if TYPE_CHECKING:
-    from vargen.decoding import Method
     from vargen.evaluation.compare import Comparison
+    from vargen.evaluation.video import VideoComparison
+    from vargen.pipelines.base import VisualPipeline
 
 
 def compare(
+    ctx: typer.Context,
     prompt_file: Annotated[Path, typer.Option(metavar="FILE", help="One prompt per line; each gives one image per method.")],
+    model: common.ModelName = "emoji",
     methods: Annotated[
         str | None,
         typer.Option(
@@ -49,130 +28,155 @@ def compare(
             help="Also with settings: gsd:budget=5,window=24. The baseline is added. Default: all that the model can run.",
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(metavar="N", help="Images generated at once.")] = 1,
     output: Annotated[
         str, typer.Option("-o", "--output", metavar="FILE.png", help="The images, one row per method.")
     ] = "comparison.png",
-    as_json: Json = None,
-    model: ModelName = "emoji",
-    seed: Seed = 0,
-    guidance_scale: Guidance = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    num_blocks: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Video: number of blocks. Default: the model's.")
-    ] = None,
-    tau: Annotated[float | None, typer.Option(metavar="X", help="Video: score that a drafted block needs.")] = None,
-    scorer: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Video: scores drafted blocks. Default: emoji-scorer.")
-    ] = None,
-    dtype: DtypeName = Dtype.auto,
-    quantization: QuantizationName = None,
-    device: DeviceName = Device.auto,
-    threads: Threads = None,
+    as_json: common.Json = None,
+    seed: common.Seed = 0,
+    batch_size: Annotated[int, image_option(min=1, max=1024, metavar="N", help="Images generated at once.")] = 1,
+    guidance_scale: common.Guidance = None,
+    temperature: common.Temperature = None,
+    top_k: common.TopK = None,
+    top_p: common.TopP = None,
+    num_blocks: common.NumBlocks = None,
+    tau: common.Tau = None,
+    scorer: Annotated[str | None, video_option(metavar="NAME", help="Scores drafted blocks. Default: emoji-scorer.")] = None,
+    dtype: common.Dtype = "auto",
+    quantization: common.Quantization = None,
+    device: common.Device = "auto",
+    threads: common.Threads = None,
 ) -> None:
     """Compare the speed and the images of several methods.
 
     Reports time, passes and excess acceptance, all measured in one run. Speedup is the baseline's seconds
     divided by the method's.
     """
-    file = resolve_outputs(output, ["comparison"])[0]
-    check_names(model)
-    results = ResultWriter(as_json)
-    results.check([model], {"output": [file]}, {"prompt_file": [expand_user(prompt_file, "prompt_file")]})
-    prompts = read_prompts(prompt_file)
-    sampling = explicit_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
-    for_video = {"num_blocks": num_blocks, "tau": tau, "scorer": scorer}
-    from vargen.pipelines import validation
-
-    if makes_video(model):
-        more = {"batch_size": None if batch_size == 1 else batch_size, **sampling}
-        reject_options("is for image models, and this model generates video", **more)
-        validation.validate_seed(seed, len(prompts))
-        set_threads(threads)
-        names = None if methods is None else [methods]
-        options = VideoComparisonOptions(
-            model, names, num_blocks, tau, scorer, seed, device=device, dtype=dtype, quantization=quantization
-        )
-        compare_and_write(options, prompts, file, results)
-        return
-    reject_options("is for video models", **for_video)
-    selected = select_methods(methods, model)
-    place, kind, machine = setup_device(device, dtype, threads, [model], quantization)
-
+    (file,) = common.resolve_outputs(output, ["comparison"])
+    sampling = common.chosen(ctx, common.SAMPLING)
+    common.check_outputs(ctx.params, {"output": [file]})
+    prompts = common.read_prompts(prompt_file)
+    inspected = common.inspect(ctx, model)
+    if methods is not None:
+        select_methods(inspected, methods)  # before weights are read
     from vargen.device import summarize_machine
     from vargen.evaluation.compare import compare_methods
     from vargen.evaluation.contact_sheets import method_grid
     from vargen.pipelines.loading import open_pipeline
+    from vargen.pipelines.validation import validate_seed
 
-    validation.validate_seed(seed, -(-len(prompts) // validation.validate_batch_size(batch_size)) * batch_size)
-    validate_request(model, selected, sampling, leave_out=methods is None)
-    pipe = open_pipeline(model, device=place, torch_dtype=kind, quantization=quantization)
-    if methods is None:
-        for method in pipe.list_methods():
-            if method.name in selected and method.unsupported_reason is not None:
-                print_status(f"{method.name} was left out: {method.unsupported_reason}")
-                del selected[method.name]
-    report_emoji_names(pipe, prompts)
+    validate_seed(seed, -(-len(prompts) // batch_size) * batch_size)
+    machine, about = common.loading(ctx, inspected.folder), common.machine_for_timing()
+    if inspected.fps is not None:
+        videos = compare_videos(ctx, inspected, prompts)
+        common.write_results(ctx, video_table(videos), videos.to_dict(), lambda: [save_strips(videos, file)])
+        return
+    inspected.resolve_sampling(**sampling)
+    if inspected.is_class_conditional:
+        raise ValueError("model must generate from text, and this one generates classes")
+    pipe = open_pipeline(inspected.folder, **machine)
+    selected = select_methods(pipe, methods)
+    common.report_emoji_names(pipe, prompts)
     with progress_bar("batches") as show:
         comparison = compare_methods(pipe, prompts, selected, batch_size, seed, sampling, show)
 
-    def save_images() -> None:
-        image = method_grid(pipe, comparison)
-        results.print_path(save_image(image, file, {"methods": list(selected), "seeds": comparison.seeds}))
+    def save_images() -> list[Path]:
+        parameters = {"methods": list(selected), "seeds": comparison.seeds}
+        return [common.save_image(method_grid(pipe, comparison), file, parameters)]
 
-    machine = {**machine, "threads": comparison.threads}
-    text = summarize_machine(machine, place, kind) + "\n\n" + comparison_table(comparison) + "\n"
-    document = {"machine": machine, "dtype": str(kind).removeprefix("torch."), **comparison.to_dict()}
-    images = (f"output {str(file.path)!r}", save_images)
-    results.write(text, document, [images])
+    about["threads"] = comparison.threads
+    dtype_name = str(machine["torch_dtype"]).removeprefix("torch.")
+    head = summarize_machine(about, machine["device"], machine["torch_dtype"])
+    document = {"machine": about, "dtype": dtype_name, **comparison.to_dict()}
+    common.write_results(ctx, f"{head}\n\n{comparison_table(comparison)}\n", document, save_images)
 
 
-def select_methods(methods: str | None, model: str = "emoji") -> dict[str, Method]:
+def select_methods(pipe: Any, methods: str | list[str] | None) -> dict[str, Any]:
     """Return the methods by name, the baseline first.
 
-    The default is every method of the model's family except the one that selects among others. Names may carry settings, as in
-    `vargen eval`: see `resolve_method`.
+    By default, these are all that the model can run, but for the one that selects among others; of video, also drafts alone.
     """
-    from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
-    from vargen.pipelines.loading import find_pipeline_class
+    from vargen.decoding import DEFAULT_METHOD, list_methods
+    from vargen.evaluation.video import DRAFTS
     from vargen.specs import split_specs
 
-    kind = find_pipeline_class(model)
-    names = split_specs(methods) if methods is not None else []
+    own = {DRAFTS.name: DRAFTS} if pipe.fps is not None else {}
+    names = split_specs(methods or [])
     if methods is not None and not names:
         raise ValueError(f"methods must name at least one method, got {methods!r}")
-    names = names or [preset.name for preset in list_methods(kind.paradigm) if preset.name != DEFAULT_METHOD]
-    return {name: resolve_method(name, kind.paradigm) for name in (kind.baseline, *names)}
+    found = {name: own.get(name) or pipe.resolve_method(name) for name in (pipe.baseline, *names)}
+    for method in found.values():
+        pipe.validate_method(method)
+    for preset in () if names else (*list_methods(pipe.paradigm), *own.values()):
+        try:
+            pipe.validate_method(preset)
+        except ValueError as error:
+            print_status(f"{preset.name} was left out: {error}")
+            continue
+        if preset.name != DEFAULT_METHOD:
+            found[preset.name] = preset
+    return found
 
 
-def validate_request(model: str, methods: dict[str, Method], sampling: dict[str, Any], leave_out: bool = False) -> None:
-    """Check that the model generates from prompts and supports the methods and settings, before any weight is read.
+def compare_videos(
+    ctx: typer.Context, model: VisualPipeline, prompts: list[str], scorers: list[str] | None = None, extractor: str = "none"
+) -> VideoComparison:
+    """Generate the videos, and compare the methods.
 
     Args:
-        leave_out: remove unsupported methods from `methods` with a message, instead of raising.
+        model: without weights. scorers, extractor: what measures the finished videos; see `vargen eval --help`.
     """
-    from vargen.pipelines import validation
-    from vargen.pipelines.loading import inspect_model
+    from vargen.evaluation.features import load_extractor
+    from vargen.evaluation.video import compare_video_methods
+    from vargen.pipelines.loading import open_pipeline
+    from vargen.scoring import open_scorer
+    from vargen.specs import split_specs
 
-    _, checked = validation.validate_sampling(sampling)
-    opened = inspect_model(model)
-    if opened.is_class_conditional:
-        raise ValueError("model must generate from text, and this one generates classes")
-    checked.validate_top_k(opened.vocab_size)
-    for name, method in list(methods.items()):
-        try:
-            opened.validate_method(method)
-        except ValueError as error:
-            if not leave_out:
-                raise
-            print_status(f"{name} was left out: {error}")
-            del methods[name]
+    machine, options = common.loading(ctx, model.folder), common.chosen(ctx, common.VIDEO)
+    selected = select_methods(model, ctx.params["methods"])
+    if (tau := options.get("tau")) is not None:
+        selected = {name: each.with_tau(tau) if each.threshold is not None else each for name, each in selected.items()}
+    named = [name for name in split_specs(scorers or []) if name != "none"]
+    if len(named) > 1:
+        raise ValueError(f"scorers must be at most one for video, got {', '.join(named)}")
+    measure = open_scorer(named[0], machine["device"]) if named else None
+    features = None if extractor == "none" else load_extractor(extractor, machine["device"])
+    pipe: Any = open_pipeline(model.folder, **machine)
+    for method in selected.values():
+        pipe.validate_method(method)
+    call = {"scorer": pipe.resolve_frame_scorer(options["scorer"])} if "scorer" in options else {}
+    with progress_bar("videos") as show:
+        return compare_video_methods(
+            pipe,
+            prompts,
+            selected,
+            num_blocks=options.get("num_blocks"),
+            seed=ctx.params["seed"],
+            scorer=measure,
+            extractor=features,
+            options=call,
+            progress=show,
+        )
+
+
+def save_strips(comparison: VideoComparison, file: OutputFile) -> Path:
+    """Write one image of frames, a row per method."""
+    from vargen.evaluation.contact_sheets import frame_strips
+
+    parameters = {"methods": list(comparison.frames), "seed": comparison.seed}
+    return common.save_image(frame_strips(comparison), file, parameters)
+
+
+def video_table(comparison: VideoComparison) -> str:
+    """Format a comparison of video methods for the terminal."""
+    from vargen.evaluation.report import VIDEO_COLUMNS, table_cells
+
+    heads, rows = table_cells(VIDEO_COLUMNS, comparison.methods)
+    head = f"{len(comparison.prompts)} videos of {comparison.blocks} blocks, scored by {comparison.scorer}"
+    return f"{head}\n\n{table(heads, rows, '<<' + '>' * (len(heads) - 2))}"
 
 
 def comparison_table(comparison: Comparison) -> str:
-    """Format the comparison as a table for the terminal."""
+    """Format a comparison of image methods for the terminal."""
     rows = [
         [
             method.name,

@@ -1,4 +1,4 @@
-"""`vargen convert`: convert official checkpoints to folders that `vargen generate --model` loads.
+"""`vargen convert`: official checkpoints to folders that `vargen generate --model` loads.
 
 Each registered family with a converter has a command, whose options are the arguments of the converter.
 """
@@ -7,25 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from enum import StrEnum
 from inspect import Parameter, getdoc, signature
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 from typer.core import TyperGroup
 
-from vargen.cli.console import quiet_libraries
-from vargen.files import expand_user
+from vargen.cli.common import Verb
+from vargen.cli.console import import_libraries, print_status
 
 _FOLDERS = ("output", "text_encoder", "tokenizer", "wan")  # arguments that take a folder
-
-
-class StoredDtype(StrEnum):
-    file = "file"
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
 
 
 class Converters(TyperGroup):
@@ -39,7 +31,7 @@ class Converters(TyperGroup):
         return convert and converter_command(cmd_name, convert)
 
 
-app = typer.Typer(cls=Converters, help="Convert official checkpoints.", no_args_is_help=True)
+app = typer.Typer(cls=Converters, no_args_is_help=True)
 
 
 @app.callback()
@@ -48,7 +40,7 @@ def convert() -> None:
 
 
 def _converters() -> dict[str, Callable[..., Path]]:
-    quiet_libraries()
+    import_libraries()
     from vargen.pipelines.loading import list_families
 
     return {family.name: family.convert for family in list_families().values() if family.convert is not None}
@@ -57,38 +49,32 @@ def _converters() -> dict[str, Callable[..., Path]]:
 def converter_command(name: str, convert: Callable[..., Path]) -> Any:
     """Return the command that runs a converter: an option for each of its arguments, with the help text of its docstring."""
     hints, texts = get_type_hints(convert), argument_descriptions(convert)
-    annotations: dict[str, Any] = {}
     parameters = []
-    for argument in signature(convert).parameters.values():
-        hint, default = hints[argument.name], argument.default
+    for key, argument in signature(convert).parameters.items():
+        hint: Any = hints[key]
+        default = argument.default
         paths = Path in (hint, *get_args(hint))
-        option = typer.Option(
-            f"--{argument.name.replace('_', '-')}",
-            *(["-o"] if argument.name == "output" else []),
-            metavar=("DIR" if argument.name in _FOLDERS else "FILE") if paths else None,
-            help=texts.get(argument.name),
-        )
-        if argument.name == "dtype":
-            hint, default = StoredDtype, StoredDtype.file
+        metavar = ("DIR" if key in _FOLDERS else "FILE") if paths else None
+        names = [f"--{key.replace('_', '-')}", *(["-o"] if key == "output" else [])]
+        if key == "dtype":
+            hint, default = Literal["file", "float32", "float16", "bfloat16"], "file"
         elif paths and type(None) not in get_args(hint) and hint is not Path:
             hint = list[Path]
-        annotations[argument.name] = Annotated[hint, option]
-        parameters.append(
-            Parameter(argument.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotations[argument.name])
-        )
+        option = Annotated[hint, typer.Option(*names, metavar=metavar, help=texts.get(key))]
+        parameters.append(Parameter(key, Parameter.KEYWORD_ONLY, default=default, annotation=option))
 
     def run(**given: Any) -> None:
         import torch
 
-        dtype: StoredDtype = given.pop("dtype", StoredDtype.file)
-        for key, value in given.items():
-            if isinstance(value, Path | list):
-                given[key] = expand_user(value, key) if isinstance(value, Path) else [expand_user(each, key) for each in value]
-        print(convert(**given, dtype=None if dtype is StoredDtype.file else getattr(torch, dtype.value)))
+        dtype = given.pop("dtype", "file")
+        folder = convert(**given, dtype=None if dtype == "file" else getattr(torch, dtype))
+        print(folder, flush=True)
+        print_status(f"next: vargen generate --model {folder}")
 
-    run.__signature__, run.__annotations__ = signature(run).replace(parameters=parameters), annotations  # type: ignore[attr-defined]
+    run.__signature__ = signature(run).replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
     single = typer.Typer(rich_markup_mode=None, add_completion=False)
-    single.command(name, help=(getdoc(convert) or "").split("\n\n")[0])(run)
+    single.command(name, cls=Verb, help=(getdoc(convert) or "").split("\n\n")[0])(run)
     return typer.main.get_command(single)
 
 

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from vargen.cli.options import Device, DeviceName, ModelName, Threads, check_names
+from vargen.cli import common
 
 
 def demo(
-    model: ModelName = "emoji",
+    model: common.ModelName = "emoji",
     host: Annotated[
         str,
         typer.Option(metavar="ADDRESS", envvar="GRADIO_SERVER_NAME", help="Where to serve; 0.0.0.0 lets other machines in."),
@@ -24,11 +24,10 @@ def demo(
         typer.Option(metavar="NAME", help="Scores images; see --scorers of `vargen eval`. Default: emoji-scorer, or none."),
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, max=16, metavar="N", help="Jobs at a time over all visitors.")] = 1,
-    device: DeviceName = Device.auto,
-    threads: Threads = None,
+    device: common.Device = "auto",
+    threads: common.Threads = None,
 ) -> None:
     """Generate images and video in the browser, and compare methods, until Ctrl-C."""
-    check_names(model)
     from vargen.demo.launch import run_page
 
-    run_page(model, host, port, device.value, scorer, concurrency, threads)
+    run_page(model, host, port, device, scorer, concurrency, threads)

@@ -2,134 +2,127 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from vargen.cli.compare_video import VideoComparisonOptions, evaluate_videos
-from vargen.cli.console import print_status, progress_bar, quiet_libraries
-from vargen.cli.evaluate_images import (
-    Extractor,
-    ImageFiles,
-    Reference,
-    Resize,
-    Scorers,
-    evaluate_images,
-    load_metrics,
-    load_reference_or_default,
-    score_run,
-)
-from vargen.cli.inputs import MAX_IMAGES, packaged_prompts, read_prompts
-from vargen.cli.options import (
-    Backend,
-    BackendName,
-    Device,
-    DeviceName,
-    Dtype,
-    DtypeName,
-    Guidance,
-    Json,
-    ModelName,
-    NumWorkers,
-    QuantizationName,
-    Seed,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-    check_names,
-    explicit_options,
-    makes_video,
-    reject_options,
-    require_device,
-    select_backend,
-)
-from vargen.cli.outputs import validate_run_outputs, validate_writable
-from vargen.cli.results import ResultWriter
-from vargen.files import expand_user
+from vargen.cli import common
+from vargen.cli.common import OutputFile, image_option, machine_option
+from vargen.cli.compare import compare_videos, save_strips, video_table
+from vargen.cli.console import import_libraries, print_status, progress_bar, table, to_json
+from vargen.device import select_device
 from vargen.values import short_repr
 
 if TYPE_CHECKING:
-    from vargen.evaluation.generation import Backend as RunBackend
-    from vargen.evaluation.generation import GenerationPlan
+    from vargen.evaluation.evaluate import EvaluationResult
+    from vargen.evaluation.generation import Backend
+    from vargen.evaluation.measurement import MetricModels
+    from vargen.evaluation.reference_statistics import FeatureStatistics
+    from vargen.evaluation.run_directory import RunDirectory
+    from vargen.pipelines.base import VisualPipeline
+
+GENERATION, METRICS, OF_IMAGES = "Generation", "Metrics", "With --images"
+generation_option = partial(typer.Option, rich_help_panel=GENERATION)
+metric_option = partial(typer.Option, rich_help_panel=METRICS)
+images_option = partial(typer.Option, rich_help_panel=OF_IMAGES)
 
 
 def evaluate(
+    ctx: typer.Context,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="DIR", help="Run directory. An unfinished run in it is resumed."),
+        generation_option("-o", "--output", metavar="DIR", help="Run directory. An unfinished run in it is resumed."),
     ] = None,
-    images: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR|FILE", help="Only score these: a run, a folder of images, or samples: .npz, .npy."),
-    ] = None,
-    model: ModelName = "emoji",
     methods: Annotated[
         list[str] | None,
-        typer.Option(metavar="METHOD,...", help="Also with settings: gsd:budget=5. Default: the baseline alone."),
+        generation_option(metavar="METHOD,...", help="Also with settings: gsd:budget=5. Default: the baseline alone."),
     ] = None,
     num_images: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_IMAGES, metavar="N", help="Images per method. Default: one per prompt or class."),
+        generation_option(min=1, max=common.MAX_IMAGES, metavar="N", help="Per method. Default: one per prompt or class."),
     ] = None,
+    model: common.ModelName = "emoji",
     prompt_file: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE|-", help="One prompt per line, used in turn. Default, for text models: 64 packaged prompts."
-        ),
+        typer.Option(metavar="FILE|-", help="One prompt per line, used in turn. Default, for text models: 64 packaged ones."),
     ] = None,
+    seed: common.Seed = 0,
+    as_json: common.Json = None,
     classes: Annotated[
         str | None,
-        typer.Option(
-            metavar="each|random|N,...", help="All classes in turn (default), uniformly random, or numbers and names."
-        ),
+        image_option(metavar="each|random|N,...", help="All in turn (default), uniformly random, or numbers and names."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Images generated at once.")] = 8,
     unit_size: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Images of a list in which each finished one makes room for the next. Default: fixed batches.",
-        ),
+        image_option(metavar="N", help="Images of a list where each that ends makes room for one. Default: fixed batches."),
     ] = None,
     shard: Annotated[
-        str, typer.Option(metavar="I/N", help="Generate only part I of N, from 1; other processes generate the others.")
+        str, image_option(metavar="I/N", help="Generate only part I of N, from 1; other processes generate the others.")
     ] = "1/1",
     generate_only: Annotated[
-        bool, typer.Option("--generate-only", help="Only generate the images; `vargen eval --images DIR` scores them later.")
+        bool, image_option("--generate-only", help="Only generate; `vargen eval --images DIR` scores them later.")
     ] = False,
-    scorers: Scorers = None,
-    extractor: Extractor = None,
-    reference: Reference = None,
-    resize: Resize = None,
+    guidance_scale: common.Guidance = None,
+    temperature: common.Temperature = None,
+    top_k: common.TopK = None,
+    top_p: common.TopP = None,
+    scorers: Annotated[
+        list[str] | None,
+        metric_option(
+            metavar="NAME,...",
+            help="emoji-scorer; clip:model=ViT-L-14,weights=FILE; image-reward:weights=FILE; module:function; or none. "
+            "Default: the packaged scorer of the model of a run; a folder of other images has none.",
+        ),
+    ] = None,
+    extractor: Annotated[
+        str | None,
+        metric_option(
+            metavar="NAME",
+            help="Network whose features distances compare: inception:weights=FILE, clip:model=NAME,weights=FILE, the name of "
+            "a scorer, module:function, or none. Default: the packaged scorer of the model of a run.",
+        ),
+    ] = None,
+    reference: Annotated[
+        Path | None,
+        metric_option(metavar="FILE.npz|DIR", help="Real images: a folder, or statistics or samples in ADM's layout."),
+    ] = None,
+    resize: Annotated[  # several copies of 64 images of the largest size fit in memory
+        int | None,
+        metric_option(min=16, max=2048, metavar="N", help="First crop to the center square and resize to N x N (bicubic)."),
+    ] = None,
+    images: Annotated[
+        Path | None,
+        images_option(metavar="DIR|FILE", help="Only score these: a run, a folder of images, or samples: .npz, .npy."),
+    ] = None,
     skip_unreadable: Annotated[
-        bool, typer.Option("--skip-unreadable", help="Of --images: skip those that cannot be read, and report them.")
+        bool, images_option("--skip-unreadable", help="Skip those that cannot be read, and report them.")
     ] = False,
     export_samples: Annotated[
-        Path | None, typer.Option(metavar="FILE.npz", help="Of --images: also write them as samples in ADM's layout.")
+        Path | None, images_option(metavar="FILE.npz", help="Also write them as samples in ADM's layout.")
     ] = None,
     save_reference: Annotated[
-        Path | None, typer.Option(metavar="FILE.npz", help="Of --images: also write their statistics, for --reference.")
+        Path | None, images_option(metavar="FILE.npz", help="Also write their statistics, for --reference.")
     ] = None,
     reference_features: Annotated[
         int | None,
-        typer.Option(
-            min=0, metavar="N", help="Store rounded features of only N images in --save-reference. Default: all, exactly."
+        images_option(
+            min=0, metavar="N", help="In --save-reference, rounded features of N images only. Default: all, exactly."
         ),
     ] = None,
-    backend: BackendName = Backend.local,
-    num_workers: NumWorkers = None,
-    seed: Seed = 0,
-    guidance_scale: Guidance = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    dtype: DtypeName = Dtype.auto,
-    quantization: QuantizationName = None,
-    device: DeviceName = Device.auto,
-    threads: Threads = None,
-    as_json: Json = None,
+    backend: Annotated[
+        Literal["local", "ray"], machine_option(help="ray: several processes or machines (needs the extra `ray`).")
+    ] = "local",
+    num_workers: Annotated[
+        int | None, machine_option(min=1, metavar="N", help="Processes of --backend ray. Default: one per GPU, or core.")
+    ] = None,
+    batch_size: Annotated[int, machine_option(min=1, metavar="N", help="Images generated at once.")] = 8,
+    dtype: common.Dtype = "auto",
+    quantization: common.Quantization = None,
+    device: common.Device = "auto",
+    threads: common.Threads = None,
 ) -> None:
     """Generate images with several methods, and score them; or score images from any source, with --images.
 
@@ -137,129 +130,199 @@ def evaluate(
     quality_vs_speed.png and methods.png to DIR. Run the same command again to resume an interrupted run. Image k has
     the seed --seed + k, regardless of batch size, shard and backend.
     """
-    sampling = explicit_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
-    part, results = parse_shard(shard), ResultWriter(as_json)
+    sampling = common.chosen(ctx, common.SAMPLING)
+    if backend == "local":
+        common.reject(ctx, "needs --backend ray; otherwise there is one process (see --shard)", "num_workers")
     if images is not None:
-        reject_options(
-            "is for images that are generated, and --images are there", output=output, methods=methods, num_images=num_images,
-            classes=classes, unit_size=unit_size, shard=part[1] > 1, generate_only=generate_only, quantization=quantization,
-            **sampling,
-        )  # fmt: skip
-        quiet_libraries()
-        place = require_device(device)
-        given = ImageFiles(images, prompt_file, reference, export_samples, save_reference, reference_features)
-        found = given.check(results)
-        scored = "" if found.run is None else str(found.run.settings()["model"])
-        metrics = load_metrics(scored, scorers, extractor, resize, skip_unreadable, device=str(place), threads=threads)
-        evaluate_images(found, metrics, select_backend(backend, num_workers, place, threads), results)
+        reason = "is for images that are generated, and --images are there"
+        common.reject(ctx, reason, GENERATION, common.SAMPLING, common.IMAGE_MODELS, "quantization")
+        evaluate_images(ctx, images)
         return
     if output is None:
         raise ValueError("output must be the folder of a run, for example -o run; or give --images to score")
-    reject_options(
-        "needs --images", skip_unreadable=skip_unreadable, export_samples=export_samples, save_reference=save_reference,
-        reference_features=reference_features,
-    )  # fmt: skip
-    check_names(model)
-    folder = expand_user(output, "output")
-    inputs = {"prompt_file": prompt_file, "reference": reference}
-    validate_run_outputs({"json": results.json_file}, inputs, model, folder)
+    common.reject(ctx, "needs --images", OF_IMAGES)
     if generate_only:
-        reject_options(
-            "cannot be used with --generate-only", scorers=scorers, extractor=extractor, reference=reference, resize=resize,
-            json=as_json,
-        )  # fmt: skip
-    if makes_video(model):
-        for_images = {
-            "classes": classes,
-            "unit_size": unit_size,
-            "resize": resize,
-            "reference": reference,
-            "shard": part[1] > 1,
-        }
-        for_images |= {"generate_only": generate_only, **sampling}
-        reject_options("is for image models, and this model generates video", **for_images)
-        videos = VideoComparisonOptions(
-            model,
-            methods,
-            seed=seed,
-            scorers=scorers,
-            extractor=extractor,
-            device=device,
-            dtype=dtype,
-            quantization=quantization,
-        )
-        evaluate_videos(videos, folder, prompt_file, num_images, threads, results)
+        common.reject(ctx, "cannot be used with --generate-only", METRICS, "as_json")
+    part = parse_shard(shard)
+    common.check_outputs(ctx.params, {}, run=output)
+    common.validate_writable(output)
+    inspected = common.inspect(ctx, model)
+    machine = common.loading(ctx, inspected.folder)
+    if inspected.fps is not None:
+        common.reject(ctx, "is for image models, and this model generates video", "reference", "resize")
+        evaluate_videos(ctx, inspected, output)
         return
-    quiet_libraries()
-    place = require_device(device)
-    validate_writable(folder, "output")
-
-    from vargen.evaluation.generation import GenerationPlan
-    from vargen.pipelines.loading import find_pipeline_class
+    from vargen.evaluation.generation import GenerationPlan, generate_missing_images, select_classes
+    from vargen.evaluation.run_directory import RunDirectory
+    from vargen.pipelines.validation import validate_prompts
     from vargen.specs import split_specs
 
-    prompts = select_prompts(model, prompt_file, classes, seed, num_images or 0)
+    subjects: list[Any]
+    if inspected.is_class_conditional:
+        common.reject(ctx, "is for models of text: give --classes", "prompt_file")
+        number, names = inspected.num_classes, inspected.class_names
+        subjects = select_classes(classes or "each", number, names, seed, num_images or 0)
+    else:
+        common.reject(ctx, "is for models of classes: give --prompt-file", "classes")
+        subjects = validate_prompts(common.read_prompts(prompt_file), "prompts")
     plan = GenerationPlan(
         model=model,
-        output=str(folder),
-        methods=tuple(split_specs(methods or [find_pipeline_class(model).baseline])),
-        prompts=tuple(prompts),
-        num=num_images or len(prompts),
+        output=str(output),
+        methods=tuple(split_specs(methods or [inspected.baseline])),
+        prompts=tuple(subjects),
+        num=num_images or len(subjects),
         seed=seed,
         batch=batch_size,
         sampling=sampling,
-        dtype=None if dtype is Dtype.auto else dtype.value,
+        dtype=None if dtype == "auto" else dtype,
         quantization=quantization,
-        device=str(place),
+        device=str(machine["device"]),
         threads=threads,
         unit=unit_size,
     )
-    run_on = select_backend(backend, num_workers, place, threads)
-    if generate_only:
-        count = _generate(plan, part, run_on)
-        print_status(f"{count} images generated; score them with: vargen eval --images {output}")
-        return
     plan.validate()
-    metrics = load_metrics(model, scorers, extractor, resize, device=str(place), threads=threads)
-
-    from vargen.evaluation.run_directory import MEASUREMENTS, RunDirectory
-
-    run = RunDirectory(folder)
-    # Checked before hours of generation: missing weights, and statistics of another extractor.
-    statistics = load_reference_or_default(reference, metrics, run.path / MEASUREMENTS)
-    _generate(plan, part, run_on)
-    if missing := len(plan.pending_batches(run.complete_records())) if part[1] > 1 else 0:
-        done = f"shard {shard} is finished; other shards still have to generate {missing} batches"
-        print_status(f"{done}. Afterwards: vargen eval --images {output}")
-        return
-    score_run(run, metrics, statistics, run_on, results)
-
-
-def select_prompts(model: str, prompt_file: Path | None, classes: str | None, seed: int, count: int) -> list[Any]:
-    """Return the prompts or the classes to generate in turn; `count` classes if they are random."""
-    from vargen.evaluation.generation import select_classes
-    from vargen.pipelines.loading import inspect_model
-    from vargen.pipelines.validation import validate_prompts
-
-    pipe = inspect_model(model)
-    if pipe.is_class_conditional:
-        reject_options("is for models of text: give --classes", prompt_file=prompt_file)
-        return list(select_classes(classes or "each", pipe.num_classes, pipe.class_names, seed, count))
-    reject_options("is for models of classes: give --prompt-file", classes=classes)
-    return validate_prompts(read_prompts(prompt_file or packaged_prompts()), "prompts")
-
-
-def _generate(plan: GenerationPlan, part: tuple[int, int], backend: RunBackend) -> int:
-    """Generate the missing images of one shard, and return their number."""
-    from vargen.evaluation.generation import generate_missing_images
-
+    run = RunDirectory(output)
+    # Before hours of generation: missing weights, and statistics of another extractor.
+    metrics = None if generate_only else load_metrics(ctx, model, run)
     with progress_bar("generating", "images") as show:
-        return generate_missing_images(plan, *part, backend=backend, progress=show)
+        count = generate_missing_images(plan, *part, backend=select_backend(ctx), progress=show)
+    missing = len(plan.pending_batches(run.complete_records()))
+    if metrics is None or missing:
+        others = f"; other shards still have to generate {missing} batches" if missing else ""
+        print_status(f"{count} images generated{others}. Score them with: vargen eval --images {output}")
+    else:
+        score_run(ctx, run, *metrics)
 
 
 def parse_shard(text: str) -> tuple[int, int]:
     """Parse a shard I/N; raises ValueError unless I is from 1 to N."""
-    own, slash, count = text.partition("/")
-    if not slash or not own.isdecimal() or not count.isdecimal() or not 1 <= int(own) <= int(count) <= 100_000:
+    numbers = [int(part) for part in text.split("/") if part.isdecimal() and len(part) < 6]
+    if "/".join(map(str, numbers)) != text or len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
         raise ValueError(f"shard must be I/N with I from 1 to N, such as 1/2 and 2/2, got {short_repr(text)}")
-    return int(own), int(count)
+    return numbers[0], numbers[1]
+
+
+def select_backend(ctx: typer.Context) -> Backend:
+    """Select where images are generated and scored: in this process, or on Ray."""
+    from vargen.evaluation.generation import run_locally
+    from vargen.evaluation.ray_backend import ray_backend
+
+    place = select_device(ctx.params["device"]).type
+    on_ray = ctx.params["backend"] == "ray"
+    return ray_backend(ctx.params["num_workers"], place, ctx.params["threads"]) if on_ray else run_locally
+
+
+def load_metrics(ctx: typer.Context, model: str, run: RunDirectory | None) -> tuple[MetricModels, FeatureStatistics | None]:
+    """Load scorers, extractor and the statistics of the reference, so that what is missing is reported before anything else.
+
+    Args:
+        model: provides the default scorer and extractor; empty for none. run: keeps measurements of the reference.
+    """
+    from vargen.evaluation.evaluate import default_reference, load_reference
+    from vargen.evaluation.measurement import MetricModels
+    from vargen.evaluation.run_directory import MEASUREMENTS
+    from vargen.scoring import default_scorer
+    from vargen.specs import split_specs
+
+    packaged = default_scorer(model) if model else None
+    scorers, extractor, reference = (ctx.params[name] for name in ("scorers", "extractor", "reference"))
+    models = MetricModels(
+        scorers=tuple(name for name in split_specs(packaged or "" if scorers is None else scorers) if name != "none"),
+        extractor=None if extractor == "none" else extractor or packaged,
+        resize=ctx.params["resize"],
+        keep_going=ctx.params["skip_unreadable"],
+        device=str(select_device(ctx.params["device"])),
+        threads=ctx.params["threads"],
+    )
+    models.load()
+    cache = None if run is None else run.path / MEASUREMENTS
+    file = default_reference(models.extractor) if reference is None else reference
+    return models, None if file is None else load_reference(file, models, cache)
+
+
+def score_run(ctx: typer.Context, run: RunDirectory, models: MetricModels, reference: FeatureStatistics | None) -> None:
+    """Score the images of a run, and write its report, plot and images."""
+    from vargen.evaluation.evaluate import evaluate_run, write_report_files
+
+    with progress_bar("scoring", "images") as show:
+        found = evaluate_run(run, models, reference, select_backend(ctx), show)
+    if not models.scorers and models.extractor is None:
+        print_status("only speed and similarity to the baseline were measured: give --scorers and --extractor for quality")
+    write_result(ctx, found, lambda: [run.path / name for name in write_report_files(run, found)])
+
+
+def evaluate_images(ctx: typer.Context, path: Path) -> None:
+    """Score a run, a folder of images or a file of samples; write them as samples and as a reference if it is asked for."""
+    prompt_file, names = ctx.params["prompt_file"], ("export_samples", "save_reference")
+    samples, saved = (common.result_file(ctx.params[name], ".npz", name) for name in names)
+    common.check_outputs(ctx.params, {"export_samples": [samples], "save_reference": [saved]})
+    import_libraries()
+    from vargen.evaluation.evaluate import evaluate_folder, evaluate_samples, export_adm_samples, statistics_of
+    from vargen.evaluation.features import Extractor
+    from vargen.evaluation.image_files import list_images
+    from vargen.evaluation.run_directory import RUN_FILE, RunDirectory
+
+    if (path / RUN_FILE).is_file():
+        common.reject(ctx, f"is for a folder of images, and {str(path)!r} is a run", "prompt_file", *names)
+        run = RunDirectory(path)
+        score_run(ctx, run, *load_metrics(ctx, str(run.settings()["model"]), run))
+        return
+    images = []
+    if path.is_file():
+        common.reject(ctx, f"is for a folder of images, and {str(path)!r} is a file", "prompt_file", "export_samples")
+    else:
+        images = list_images(path, None if prompt_file is None else common.read_prompts(prompt_file))
+    models, reference = load_metrics(ctx, "", None)
+    extractor = models.load().get("extractor")
+    if not models.scorers and extractor is None and samples is None:
+        raise ValueError("nothing to do: give --scorers, such as emoji-scorer, --extractor or --export-samples")
+    if saved is not None and not isinstance(extractor, Extractor):
+        raise ValueError("save_reference needs --extractor")
+    if prompt_file is not None:  # so that a wrong order is noticed
+        ends = [f"{short_repr(Path(each.file).name)} is {short_repr(each.text)}" for each in (images[0], images[-1])]
+        print_status(f"prompts by natural order of file names: {', ...; '.join(dict.fromkeys(ends))}")
+    with progress_bar("scoring", "images") as show:
+        if images:
+            found = evaluate_folder(path.name, images, models, reference, None, select_backend(ctx), show)
+        else:
+            found = evaluate_samples(path, models, reference)
+
+    def save() -> list[Path]:
+        if saved is not None and isinstance(extractor, Extractor):
+            number, statistics = ctx.params["reference_features"], statistics_of(found.measured[path.name], extractor)
+            kept = statistics if number is None else statistics.subsample_features(number)
+            kept.write(saved.path, number is not None)
+        if samples is not None:
+            export_adm_samples(samples.path, images, models.resize)
+        return [file.path for file in (saved, samples) if file is not None]
+
+    write_result(ctx, found, save)
+
+
+def write_result(ctx: typer.Context, found: EvaluationResult, save: Callable[[], list[Path]]) -> None:
+    """Write the table for the terminal or the JSON document, and other files."""
+    from vargen.evaluation.report import group_notes, image_columns, table_cells, to_json
+
+    heads, rows = table_cells(image_columns(found.rows, found.baseline), found.rows)
+    lines = [table(heads, rows, "<" + ">" * (len(heads) - 1)), *(f"note: {note}" for note in group_notes(found.rows)), ""]
+    common.write_results(ctx, "\n".join(lines), to_json(found.rows, found.baseline, found.about), save)
+
+
+def evaluate_videos(ctx: typer.Context, model: VisualPipeline, folder: Path) -> None:
+    """Compare the methods of a video model, and write metrics.json, report.md and strips.png."""
+    from vargen.device import describe_machine
+    from vargen.evaluation.report import video_to_markdown
+
+    prompts, options = common.read_prompts(ctx.params["prompt_file"]), common.chosen(ctx, "scorers", "extractor")
+    prompts = [prompts[k % len(prompts)] for k in range(ctx.params["num_images"] or len(prompts))]
+    found = compare_videos(ctx, model, prompts, **options)
+    about = describe_machine()
+    setup = f"{about['cpu']}, {about['threads']} CPU threads, torch {about['torch']}; seeds from {found.seed}"
+
+    def save() -> list[Path]:
+        metrics, report = folder / "metrics.json", folder / "report.md"
+        common.write_text(metrics, to_json(found.to_dict()) + "\n")
+        common.write_text(report, video_to_markdown(found, setup))
+        return [metrics, report, save_strips(found, OutputFile(folder / "strips.png"))]
+
+    common.write_results(ctx, video_table(found), found.to_dict(), save)

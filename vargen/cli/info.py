@@ -10,55 +10,50 @@ from typing import Annotated, Any
 
 import typer
 
-from vargen.cli.console import print_json, quiet_libraries, table
-from vargen.cli.options import Device
+from vargen.cli import common
+from vargen.cli.console import import_libraries, print_json, table
 
 app = typer.Typer(help="Show versions, devices, packaged models and presets.", invoke_without_command=True)
 
 _PACKAGES = ("vargen", "torch", "diffusers", "transformers", "safetensors", "torchvision", "triton", "numba")
 _WIDTH = 100  # columns per line
-_JSON = typer.Option("--json", help="Print one JSON document.")
 
 
 @app.callback()
 def info(
     ctx: typer.Context,
-    as_json: Annotated[bool, _JSON] = False,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="The memory that this model needs, instead.")] = None,
-    device: Annotated[Device, typer.Option(help="With --model: where it would run; cuda needs no GPU here.")] = Device.auto,
+    as_json: common.JsonFlag = False,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Memory that it needs on --device, where cuda needs no GPU here.")
+    ] = None,
+    device: common.Device = "auto",
 ) -> None:
     if ctx.invoked_subcommand is not None:
         return
     if model is not None:
-        quiet_libraries()
-        print_memory(model, device.value, as_json)
+        common.check_names(model)
+        import_libraries()
+        print_memory(model, device, as_json)
         return
     facts = collect_facts()
     if as_json:
         print_json(facts)
         return
-    machine = facts["machine"]
-    bfloat16 = "in hardware" if machine["bfloat16_in_hardware"] else "emulated, slow"
-    gpus = [f"{gpu['name']}, {gpu['memory_gib']} GiB" for gpu in machine["gpus"]]
-    rows = [
-        *([name, version or "not installed"] for name, version in facts["versions"].items()),
-        ["cpu", f"{machine['cpu']}; {machine['threads']} threads on {machine['cores']} cores; bfloat16 {bfloat16}"],
-        *([f"gpu {number}", gpu] for number, gpu in enumerate(gpus)),
-        *([["gpu", "none"]] if not gpus else []),
-        ["default dtype", f"{facts['default_dtype']}; float32 for small models on a CPU"],
-        ["kernels", facts["kernels"]],
-        ["cpu instructions", ", ".join(facts["cpu_instructions"]) or "none of those that passes use"],
-        ["int8 passes", facts["int8_passes"]],
-        ["passes are", facts["graphs"]],
-        ["passes run on", facts["threads"]],
-    ]
+    shown = {**facts.pop("versions"), **facts.pop("machine"), **facts}
+    models, names = shown.pop("models"), ", ".join(preset["name"] for preset in shown.pop("presets"))
+    rows = [[name.replace("_", " "), _to_text(value)] for name, value in shown.items()]
     print(table(["", ""], rows, "<<").lstrip("\n"))
-    print("\nPackaged models:")
-    for each in facts["models"]:
+    print("\nPackaged models:" if models else "\nPackaged models: none")
+    for each in models:
         print(f"  {each['name']}  {each['megabytes']:.1f} MB  {each['summary']}".rstrip())
-    if not facts["models"]:
-        print("  none")
-    print("\nPresets: " + ", ".join(preset["name"] for preset in facts["presets"]))
+    print(f"\nPresets: {names}")
+
+
+def _to_text(value: Any) -> str:
+    """Format a fact in words, and the values of lists and dictionaries one after the other."""
+    if isinstance(value, list | dict):
+        return ", ".join(map(_to_text, value.values() if isinstance(value, dict) else value)) or "none"
+    return {"True": "yes", "False": "no", "None": "none"}.get(str(value), str(value))
 
 
 def print_memory(model: str, device: str, as_json: bool) -> None:
@@ -76,13 +71,13 @@ def print_memory(model: str, device: str, as_json: bool) -> None:
     sizes = {f"weights: {part}": size for part, size in found.weights.items()}
     sizes |= {f"cache: {part}": size for part, size in found.caches.items()}
     rows = [[name, f"{size / 1e6:,.1f}"] for name, size in {**sizes, "total": found.total}.items()]
-    print(table([f"{place}, {dtype}", "MB"], rows, "<>").lstrip("\n"))
+    print(table([f"{place}, {dtype}", "MB"], rows, "<>"))
 
 
-@app.command("presets")
+@app.command("presets", cls=common.Verb)
 def list_presets(
     everything: Annotated[bool, typer.Option("--all", help="The experimental methods, too.")] = False,
-    as_json: Annotated[bool, _JSON] = False,
+    as_json: common.JsonFlag = False,
 ) -> None:
     """List the methods: exact ones sample from the model's own distribution, relaxed ones do not."""
     found = presets()
@@ -90,44 +85,29 @@ def list_presets(
         print_json(found)
         return
     hidden = 0 if everything else sum(preset["experimental"] for preset in found)
-    found = [preset for preset in found if everything or not preset["experimental"]]
-    for number, (paradigm, members) in enumerate(itertools.groupby(found, lambda preset: preset["paradigm"])):
-        print(f"{chr(10) * min(number, 1)}models: {paradigm}")
-        print("\n".join(line for preset in members for line in _preset_lines(preset)))
+    shown = [preset for preset in found if everything or not preset["experimental"]]
+    for paradigm, members in itertools.groupby(shown, lambda preset: preset["paradigm"]):
+        print(f"models: {paradigm}", *map(_format, members), "", sep="\n")
     if hidden:
-        print(f"\n{hidden} experimental methods: vargen info presets --all")
+        print(f"{hidden} experimental methods: vargen info presets --all")
 
 
-def _preset_lines(preset: dict[str, Any]) -> list[str]:
+def _format(preset: dict[str, Any]) -> str:
     """Format a preset in lines of at most `_WIDTH` columns: name, kind and summary, then its defaults and its source."""
     head = f"  {preset['name']:16}  {preset['kind']:7}  "
-    below = [_format_settings(preset["defaults"]), f"source: {preset['source']}"]
-    lines = textwrap.wrap(preset["summary"], _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+    defaults = (f"{key} {str(value).lower() if value in (True, False) else value}" for key, value in preset["defaults"].items())
     indent = " " * (len(head) + 2)
-    for part in below:
+    lines = textwrap.wrap(preset["summary"], _WIDTH, initial_indent=head, subsequent_indent=indent[2:])
+    for part in (", ".join(defaults), f"source: {preset['source']}"):
         lines += textwrap.wrap(part, _WIDTH, initial_indent=indent, subsequent_indent=indent)
-    return lines
-
-
-def _format_settings(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items())
+    return "\n".join(lines)
 
 
 def presets() -> list[dict[str, Any]]:
     from vargen.decoding import PRESETS
 
-    return [
-        {
-            "name": preset.name,
-            "paradigm": preset.paradigm,
-            "kind": preset.kind,
-            "summary": preset.summary,
-            "defaults": preset.settings,
-            "source": preset.source,
-            "experimental": preset.experimental,
-        }
-        for preset in PRESETS.values()
-    ]
+    names = ("name", "paradigm", "kind", "summary", "source", "experimental")
+    return [{**{name: getattr(each, name) for name in names}, "defaults": each.settings} for each in PRESETS.values()]
 
 
 def collect_facts() -> dict[str, Any]:
@@ -142,14 +122,8 @@ def collect_facts() -> dict[str, Any]:
     from vargen.kernels.host import explain_capture
     from vargen.kernels.int8.load import cpu_instructions, explain_int8_passes
 
-    machine = describe_machine()
+    machine, device = describe_machine(), "cuda" if torch.cuda.is_available() else "cpu"
     versions = {name: installed_version(name) for name in _PACKAGES}
-    models = []
-    for name in packaged_models():
-        folder = packaged_model_path(name)
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        models.append({"name": name, "megabytes": round(size / 1e6, 1), "summary": read_card_summary(folder)})
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     return {
         "versions": {**versions, "vargen": __version__, "python": machine["python"]},
         "machine": machine,
@@ -160,7 +134,7 @@ def collect_facts() -> dict[str, Any]:
         "cpu_instructions": list(cpu_instructions()),
         "int8_passes": ": ".join(explain_int8_passes()),
         "graphs": explain_capture(torch.device(device)),
-        "models": models,
+        "models": [describe_folder(name, packaged_model_path(name)) for name in packaged_models()],
         "presets": presets(),
     }
 
@@ -176,14 +150,13 @@ def describe_threads() -> str:
     return f"{found} {MIN_THREAD_SPEEDUP} times as fast"
 
 
-def read_card_summary(folder: Path) -> str:
-    """Return the first sentence of a folder's model card, after front matter and headings; empty without a card."""
-    card = next((folder / name for name in ("README.md", "MODEL_CARD.md") if (folder / name).is_file()), None)
-    if card is None:
-        return ""
-    lines = [line.strip() for line in card.read_text(encoding="utf-8").splitlines()]
-    if lines and lines[0] == "---" and "---" in lines[1:]:
+def describe_folder(name: str, folder: Path) -> dict[str, Any]:
+    """Return name, size, and the first sentence of the model card, after front matter and headings; empty without a card."""
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    card = next((file for file in (folder / "README.md", folder / "MODEL_CARD.md") if file.is_file()), None)
+    lines = [line.strip() for line in card.read_text("utf-8").splitlines()] if card else []
+    if lines[:1] == ["---"] and "---" in lines[1:]:
         lines = lines[lines.index("---", 1) + 1 :]
-    start = next((i for i, line in enumerate(lines) if line and line[0] not in "#<!["), len(lines))
-    paragraph = " ".join(itertools.takewhile(bool, lines[start:]))
-    return paragraph.split(". ")[0].removesuffix(".")
+    text = itertools.dropwhile(lambda line: not line or line[0] in "#<![", lines)
+    summary = " ".join(itertools.takewhile(bool, text)).split(". ")[0].removesuffix(".")
+    return {"name": name, "megabytes": round(size / 1e6, 1), "summary": summary}

@@ -9,19 +9,8 @@ from typing import Annotated
 import typer
 
 from vargen import __version__
-from vargen.cli import (
-    bench,
-    compare,
-    convert,
-    demo,
-    evaluate,
-    generate,
-    info,
-    regenerate,
-    serve,
-    train,
-    verify,
-)
+from vargen.cli import bench, compare, convert, demo, evaluate, generate, info, serve, train, verify
+from vargen.cli.common import Verb
 from vargen.cli.console import Commands, configure_logging, raise_on_sigterm
 
 app = typer.Typer(
@@ -52,15 +41,15 @@ def root(
     configure_logging()
 
 
-app.command("generate")(generate.generate)
-app.command("regenerate")(regenerate.regenerate)
-app.command("compare")(compare.compare)
-app.command("verify")(verify.verify)
-app.command("eval")(evaluate.evaluate)
-app.command("demo")(demo.demo)
-app.command("serve")(serve.serve_model)
+app.command("generate", cls=Verb)(generate.generate)
+app.command("regenerate", cls=Verb)(generate.regenerate)
+app.command("compare", cls=Verb)(compare.compare)
+app.command("verify", cls=Verb)(verify.verify)
+app.command("eval", cls=Verb)(evaluate.evaluate)
+app.command("demo", cls=Verb)(demo.demo)
+app.command("serve", cls=Verb)(serve.serve_model)
+app.command("bench", cls=Verb)(bench.bench)
 app.add_typer(info.app, name="info")
-app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")
 app.add_typer(convert.app, name="convert")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vargen.cli.console import print_json, table
+from vargen.cli import common
+from vargen.cli.console import print_json, progress_bar, table
 
 if TYPE_CHECKING:
     from vargen.decoding import Method
@@ -24,7 +24,7 @@ def verify(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: common.JsonFlag = False,
 ) -> None:
     """Prove whether a method is exact.
 
@@ -36,17 +36,17 @@ def verify(
 
     names = methods or [name for name, preset in PRESETS.items() if preset.paradigm != "video"]
     found = [load_method(name) for name in names]
-
     from vargen.evaluation.exactness import check_exactness
 
-    reports = [check_exactness(method) for method in found]
+    reports = []
+    with progress_bar("verifying", "methods") as show:
+        for number, method in enumerate(found):
+            show(number, len(found))
+            reports.append(check_exactness(method))
     if as_json:
         print_json([report.to_dict() for report in reports])
-    elif not methods:
-        print(format_summary(reports))
     else:
-        for report in reports:
-            print(format_report(report))
+        print("\n".join(map(format_report, reports)) if methods else format_summary(reports), flush=True)
     if not all(report.detects_controls and report.keeps_its_claim for report in reports):
         raise typer.Exit(1)
 
@@ -63,30 +63,19 @@ def load_method(name: str) -> Method:
     preset, colon, rest = name.partition(":")
     if not colon or "=" in rest or preset in PRESETS:
         return resolve_method(name, PRESETS[preset].paradigm if preset in PRESETS else Accelerator.paradigm)
-    try:
-        part = import_object(name, "method")
-    except ValueError as error:
-        raise ValueError(f"{error}; give a preset, or module:name of a method, an acceptance rule or a drafter") from error
+    part = import_object(name, "method")
     found = complete_method(part, rest)
     if not isinstance(found, Accelerator | ScaleSchedule):
         raise TypeError(
-            f"method {name!r} must be an Accelerator, a ScaleSchedule, an AcceptanceRule (a function decorated with "
-            f"acceptance_rule(exact=..., topologies=...)) or a Drafter, got {short_repr(part)}"
-            + (", a class: give an object" if isinstance(part, type) else "")
+            f"method {name!r} must be an Accelerator, a ScaleSchedule, a Drafter, or an AcceptanceRule: a function decorated "
+            f"with acceptance_rule(exact=..., topologies=...), got {short_repr(part)}"
         )
     return found
 
 
 def complete_method(part: Any, name: str) -> Any:
     """Return the method that tests an acceptance rule or a drafter; any other object unchanged."""
-    from vargen.decoding import (
-        Accelerator,
-        AcceptanceRule,
-        Drafter,
-        DynamicTree,
-        Speculative,
-        speculative_sampling,
-    )
+    from vargen.decoding import Accelerator, AcceptanceRule, Drafter, DynamicTree, Speculative, speculative_sampling
     from vargen.decoding.experimental import SampledTree, SpeculativeTree, recursive_rejection
 
     if isinstance(part, AcceptanceRule):
@@ -104,8 +93,9 @@ def format_distance(value: float | None) -> str:
     return "" if value is None else "0" if value == 0 else f"{value:.0e}" if value < 1e-4 else f"{value:.4f}"
 
 
-def format_controls(controls: Iterable[tuple[str, str, float]]) -> str:
-    """Format the negative controls as a table."""
+def format_controls(reports: list[Report]) -> str:
+    """Format the negative controls as a table, each once."""
+    controls = dict.fromkeys(control for report in reports for control in report.controls)
     rows = [[mistake, source, format_distance(distance)] for mistake, source, distance in controls]
     return table(["known mistake", "source", "distance"], rows, "<<>")
 
@@ -123,38 +113,32 @@ def format_summary(reports: list[Report]) -> str:
         ]
         for each in reports
     ]
-    controls = dict.fromkeys(control for each in reports for control in each.controls)
     titles = ["method", "", "", "drafts", "outcomes", "worst distance"]
-    return table(titles, rows, "<<<>>>") + "\n\n" + format_controls(controls)
+    return table(titles, rows, "<<<>>>") + "\n\n" + format_controls(reports)
 
 
 def format_report(report: Report) -> str:
-    """Format the report for the terminal."""
+    """Format the report of a method: its cases, and the negative controls."""
+    titles = ["case", "passes", "drafts", "outcomes", "distance", "of drafts", "relaxation"]
     rows = [
         [
             each.case,
             f"{each.passes or ''}",
             f"{each.drafts:,}",
             f"{each.outcomes:,}",
-            format_distance(each.distance),
-            format_distance(each.draft_distance),
-            format_distance(each.relaxation),
+            *map(format_distance, (each.distance, each.draft_distance, each.relaxation)),
         ]
         for each in report.findings
     ]
     drafts = sum(each.drafts for each in report.findings)
+    verdict = f"worst total variation distance {format_distance(report.worst)} over {drafts:,} drafts"
     if report.proof == "compared":
-        verdict = f"{drafts:,} images were compared with sequential decoding, token by token: "
-        verdict += "all are the same" if report.exact else "NOT ALL ARE THE SAME"
         titles = ["case", "", "images", "", "different", "", ""]
-    else:
-        titles = ["case", "passes", "drafts", "outcomes", "distance", "of drafts", "relaxation"]
-        verdict = f"worst total variation distance {format_distance(report.worst)} over {drafts:,} drafts"
+        same = "all are the same" if report.exact else "NOT ALL ARE THE SAME"
+        verdict = f"{drafts:,} images were compared with sequential decoding, token by token: {same}"
     words = "exact" if report.exact else "not exact" if report.claims == "exact" else "relaxed"
     detected = "all detected" if report.detects_controls else "NOT ALL DETECTED, so this run proves nothing"
-    shown = [index for index in range(len(titles)) if titles[index] and any(row[index] for row in rows)]
-    return (
-        f"{report.name} claims to be {report.claims} and is {words}: {verdict}\n"
-        + table([titles[i] for i in shown], [[row[i] for i in shown] for row in rows], "<" + ">" * (len(shown) - 1))
-        + f"\nnegative controls, {detected}:\n{format_controls(report.controls)}\n"
-    )
+    shown = [i for i, title in enumerate(titles) if title and any(row[i] for row in rows)]
+    cases = table([titles[i] for i in shown], [[row[i] for i in shown] for row in rows], "<" + ">" * (len(shown) - 1))
+    head = f"{report.name} claims to be {report.claims} and is {words}: {verdict}"
+    return f"{head}\n{cases}\nnegative controls, {detected}:\n{format_controls([report])}\n"
