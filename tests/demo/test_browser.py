@@ -247,6 +247,42 @@ def test_text_has_the_contrast_of_wcag_aa(browser: Any, theme: str) -> None:
     assert not low
 
 
+# The page reads that its stream of results was closed only after the server has taken the next event.
+_LATE_CLOSE = """
+const open = window.fetch, close = 'data: {"msg":"close_stream"';
+let join, joined = new Promise((found) => (join = found));
+window.held = 0;
+window.fetch = async (resource, options) => {
+  const url = String(resource.url ?? resource), answer = await open(resource, options);
+  if (url.includes('/queue/join')) setTimeout(() => { join(); joined = new Promise((found) => (join = found)); }, 200);
+  if (!url.includes('/queue/data')) return answer;
+  const late = new TransformStream({async transform(chunk, out) {
+    const text = new TextDecoder().decode(chunk), at = text.indexOf(close);
+    if (at < 0) return out.enqueue(chunk);
+    out.enqueue(new TextEncoder().encode(text.slice(0, at)));
+    window.held++;
+    await joined;
+    out.enqueue(new TextEncoder().encode(text.slice(at)));
+  }});
+  return new Response(answer.body.pipeThrough(late), answer);
+};
+"""
+
+
+def test_a_click_while_the_stream_of_results_closes_is_not_lost(browser: Any, address: str) -> None:
+    script = browser.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": f"{{{_LATE_CLOSE}}}"})
+    try:
+        browser.open(address)
+        browser.until(lambda: browser.script("return window.held"))
+        browser.click("#start")
+        browser.says("#note", "seed")
+        browser.press_tab("Race")
+        browser.click("#start")
+        browser.says("#race-note", "was first")
+    finally:
+        browser.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
+
+
 def test_a_page_that_is_left_frees_its_connections(browser: Any, address: str) -> None:
     """A browser has six to a server, and may keep those of pages that were left."""
     for number in range(9):

@@ -59,7 +59,7 @@ def build_edit_tab(pipe: VisualPipeline, shared: Shared) -> tuple[Mode, list[Own
             with gr.Row():
                 another = gr.Button("Another one", size="sm", elem_id="another")
                 paint = gr.Button("Paint on it", size="sm", elem_id="paint")
-                save = gr.DownloadButton("Save image", size="sm", visible=False, elem_id="edit-save")
+                save = gr.DownloadButton("Save image", size="sm", elem_id="edit-save")
         with gr.Column(scale=5, min_width=280):
             gr.Markdown("Press “Paint on it”, or drop an image of your own. Only what you paint over is generated again.")
             editor = gr.ImageEditor(
@@ -85,7 +85,7 @@ def build_edit_tab(pipe: VisualPipeline, shared: Shared) -> tuple[Mode, list[Own
             path = str(finished.result.save(new_file(f"vargen-{seed}.png")))
         what = "Painted part" if source.mask else "Variation" if source.image else f"**{prompt}**"
         updates: Updates = {
-            stage: path, latest: source, save: gr.DownloadButton(value=path, visible=True),
+            stage: path, latest: source, save: gr.DownloadButton(value=path),
             note: f"{what}: {finished.seconds:.2f} s, {finished.passes} steps, seed {seed}.",
         }  # fmt: skip
         if source.image is None:

@@ -50,8 +50,8 @@ def build_image_tab(pipe: VisualPipeline, shared: Shared, scorer: Scorer | None,
             )  # fmt: skip
         with gr.Column(scale=4, min_width=280):
             with gr.Row():
-                save = gr.DownloadButton("Save image", size="sm", visible=False, elem_id="save")
-                copy = gr.Button("Copy link", size="sm", visible=False, elem_id="copy")
+                save = gr.DownloadButton("Save image", size="sm", elem_id="save")
+                copy = gr.Button("Copy link", size="sm", elem_id="copy")
             strip = gr.Gallery(
                 label="Images of this visit", columns=4, height="auto", object_fit="contain", format="png",
                 interactive=False, allow_preview=False, elem_id="visit", buttons=[],
@@ -87,8 +87,8 @@ def build_image_tab(pipe: VisualPipeline, shared: Shared, scorer: Scorer | None,
         yield {
             stage: gr.Gallery(listed if len(listed) > 1 else [listed[0][0]], columns=columns), shown: listed,
             note: f"**{prompt}**: {describe(finished, pipe.num_baseline_passes)}, seed {seed}. {_promise(pipe, name)}",
-            save: gr.DownloadButton(label, value=listed[best or 0][0], visible=True),
-            copy: gr.Button(visible=True), past: kept, strip: kept, shared.link: link,
+            save: gr.DownloadButton(label, value=listed[best or 0][0]),
+            past: kept, strip: kept, shared.link: link,
         }  # fmt: skip
 
     def choose(listed: list[tuple[str, str]], selected: gr.SelectData) -> Any:
@@ -104,7 +104,7 @@ def build_image_tab(pipe: VisualPipeline, shared: Shared, scorer: Scorer | None,
         found = read_parameters(path)
         subject = found.get("prompt", found.get("class_label"))
         news = f"**{subject}**: from this visit, by {found['accelerator']}, seed {found['seed']}."
-        return [gr.Gallery([path], columns=1), [(path, "")], news, gr.DownloadButton("Save image", value=path, visible=True)]
+        return [gr.Gallery([path], columns=1), [(path, "")], news, gr.DownloadButton("Save image", value=path)]
 
     def check_again(path: str | None) -> Iterator[str]:
         if path is None:
@@ -124,7 +124,7 @@ def build_image_tab(pipe: VisualPipeline, shared: Shared, scorer: Scorer | None,
     strip.select(show_again, past, [stage, shown, note, save], **quiet)
     dropped.upload(check_again, dropped, verdict, concurrency_id="generate", api_visibility="private")
     inputs = [count, method, past]
-    outputs = [first, result, stage, shown, note, save, copy, past, strip]
+    outputs = [first, result, stage, shown, note, save, past, strip]
     return Mode("Image", "Generate", run, inputs, outputs, note, lambda name: select_method(pipe, method, name))
 
 

@@ -80,7 +80,7 @@ def load_models(model: str, device_name: str, scorer_name: str | None) -> Models
 
 def serve(page: gr.Blocks, host: str, port: int | None) -> str:
     """Serve the page from background threads; returns its address. OSError is raised if the port is in use."""
-    from vargen.demo.look import CSS, FAVICON, build_theme
+    from vargen.demo.look import CSS, FAVICON, STREAMS, build_theme
     from vargen.demo.malformed_requests import HANDLERS
 
     # Before 6.20, gradio reads this deprecated status code at each request, and newer Starlette versions warn on stderr.
@@ -103,6 +103,7 @@ def serve(page: gr.Blocks, host: str, port: int | None) -> str:
             theme=build_theme(),
             css_paths=CSS,
             favicon_path=FAVICON,
+            head=f"<script>{STREAMS.read_text('utf-8')}</script>",
             quiet=True,
             prevent_thread_lock=True,
         )

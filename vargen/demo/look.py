@@ -1,4 +1,4 @@
-"""The look of the page: theme, style sheet and icon."""
+"""The look of the page: theme, style sheet, icon and a script."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import gradio as gr
 
 CSS = Path(__file__).with_name("style.css")
+STREAMS = Path(__file__).with_name("streams.js")
 FAVICON = Path(__file__).with_name("favicon.svg")
 
 

@@ -168,6 +168,7 @@ def _connect_runs(
     for trigger, function, read in own:
 
         def run_own(values: Values, function: Any = function) -> Iterator[Updates]:
+            yield {notes[0]: gr.skip()}  # gradio empties all outputs of a generator that yields nothing
             if values[session.opened] == "edit":
                 with user_errors():
                     yield from function(values)
