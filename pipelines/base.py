@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vargen.decoding import DEFAULT_METHOD, PRESETS, Accelerator, Sampling, list_methods, resolve_method
+from vargen.decoding import DEFAULT_METHOD, Sampling, list_methods, resolve_method
 from vargen.models.guidance import Guidance
 from vargen.pipelines import prompts, validation
 from vargen.pipelines.engines import KeptEngines
@@ -45,7 +45,7 @@ class MethodInfo:
 
 @dataclass(eq=False)
 class RunningCall:
-    """A running call: its thread, and whether it was interrupted."""
+    """A running call, with the number of its thread."""
 
     thread: int
     interrupted: bool = False
@@ -110,11 +110,8 @@ class VisualPipeline(StoredPipeline):
         return found
 
     def resolve_method(self, accelerator: Any) -> Any:
-        """Return the method for a preset name, or the given method itself, if it belongs to this paradigm and fits the grid."""
-        method = resolve_method(accelerator, self.paradigm)
-        if isinstance(method, Accelerator) and method is not PRESETS.get(method.name):  # which any grid limits
-            validation.validate_draft_size(method, self.num_tokens)
-        return method
+        """Return the method for a preset name, or the given method itself, if it belongs to this paradigm."""
+        return resolve_method(accelerator, self.paradigm)
 
     @abstractmethod
     def decoding_model(self, *arguments: Any, **options: Any) -> Any:
@@ -157,13 +154,8 @@ class VisualPipeline(StoredPipeline):
 
     encode_condition = prompts.encode_condition
 
-    def named_scorer(self, name: str) -> Scorer:
-        """Return the scorer with this name, loaded on first use; see `vargen.scoring.open_scorer`."""
-        scorer: Scorer = self._open_once(open_scorer, name)
-        return scorer
-
-    def _open_once(self, opener: Callable[[str, torch.device], Any], name: str) -> Any:
-        """Return what an opener returns for a name and the device of the pipeline, and keep it for later calls."""
+    def open_once(self, opener: Callable[[str, torch.device], Any], name: str) -> Any:
+        """Return what an opener, such as `open_scorer`, returns for a name and the device of the pipeline; kept for later."""
         key = opener, name, self._execution_device
         if key not in self._opened:
             self._opened[key] = opener(name, self._execution_device)
@@ -251,7 +243,7 @@ class VisualPipeline(StoredPipeline):
             validation.validate_batch_size(batch_size, "batch_size")
         if require_int("num_candidates", num_candidates, 1) > 1 and scorer is None:
             raise ValueError(f"scorer must be given to choose among {num_candidates} candidates")
-        return self.named_scorer(scorer) if isinstance(scorer, str) else scorer and to_scorer(scorer)
+        return self.open_once(open_scorer, scorer) if isinstance(scorer, str) else scorer and to_scorer(scorer)
 
     def resolve_sampling(self, guidance_interval: Any = None, **given: Any) -> tuple[Guidance, Sampling]:
         """Return guidance and sampling options of a call; None selects the checkpoint's default."""
@@ -278,15 +270,15 @@ class VisualPipeline(StoredPipeline):
 
     @property
     def interrupt(self) -> bool:
-        """Whether this thread's call, or in a thread without a call any running call, was interrupted."""
+        """Whether this thread's call, or in a thread without a call any running call, was interrupted.
+
+        Setting it, or `_interrupt` as in diffusers, in a callback stops that call; in another thread, all running calls.
+        """
         return any(call.interrupted for call in self._current_calls())
 
-    @property
-    def _interrupt(self) -> bool:
-        """As in diffusers. Setting it in a callback stops that call; setting it in another thread stops all running calls."""
-        return self.interrupt
-
-    @_interrupt.setter
-    def _interrupt(self, value: bool) -> None:
+    @interrupt.setter
+    def interrupt(self, value: bool) -> None:
         for call in self._current_calls():
             call.interrupted = value
+
+    _interrupt = interrupt

@@ -15,30 +15,33 @@ from torch import Tensor
 from vargen.compat import tokenized, without_autocast
 from vargen.convert.causal_video import convert_causal_video
 from vargen.decoding import VideoMethod
-from vargen.decoding.video.interfaces import BlockProgress
+from vargen.decoding.video.interfaces import BlockProgress, DraftRouter
 from vargen.models.causal_video.decoding import BlockRouter, CausalVideoBlockModel
 from vargen.models.causal_video.network import CausalVideoLoRA, CausalVideoTransformer
 from vargen.models.guidance import Condition, Guidance
-from vargen.models.tokenizers.video_vae import AutoencoderKLWan, CausalVideoVAE, PreviewDecoder
+from vargen.models.tokenizers.video_vae import (
+    AutoencoderKLWan,
+    CausalVideoVAE,
+    PreviewDecoder,
+    StreamingDecoder,
+    WanStreamingDecoder,
+)
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
-from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_prompt, encode_tokens
+from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_tokens
 from vargen.pipelines.seeds import resolve_seeds
-from vargen.pipelines.start_images import encode_start_image, merge_lora, open_image_pipe
-from vargen.pipelines.video_memory import on_device
+from vargen.pipelines.start_images import encode_start_image, open_image_pipe
 from vargen.pipelines.video_settings import LATENT_SIZES, LORA_SIZE, VAE_SETTINGS, VideoSettings, validate_geometry
 from vargen.pipelines.videos import (
     CausalVideoPipelineOutput,
     VideoStream,
-    bind_router,
+    drafter_digest,
     resolve_preview_decoder,
     save_video,
     stack_videos,
-    streaming_decoder,
-    to_output_frames,
 )
-from vargen.scoring import DEFAULT_SCORER
+from vargen.scoring import DEFAULT_SCORER, open_scorer
 from vargen.scoring.frames import FrameScorer
 from vargen.specs import parse_spec
 from vargen.values import parse_int, require_int, short_repr
@@ -90,16 +93,19 @@ class CausalVideoPipeline(VisualPipeline):
         prompt_styles: list[str] | None = None,
         prompt_names: PromptNames | dict[str, str] | None = None,
     ):
-        self._register_components(
-            prompt_names, defaults=defaults, prompt_styles=prompt_styles, vae=vae, transformer=transformer,
-            text_encoder=text_encoder, tokenizer=tokenizer, draft_transformer=draft_transformer,
-            preview_decoder=preview_decoder, router=router, image_lora=image_lora, draft_image_lora=draft_image_lora,
-        )  # fmt: skip
+        self._register_components(locals())
 
     def validate_method(self, method: Any) -> None:
         # A router knows its drafter by the weights, which a pipeline of `inspect_model` does not have.
-        router = bind_router(self, method) if self.has_weights else self.router
+        router = self._bind_router(method) if self.has_weights else self.router
         method.validate_models(self.decoding_model(), has_scorer=True, has_router=router is not None)
+
+    def _bind_router(self, method: VideoMethod) -> DraftRouter | None:
+        """Return the router for a method; None if the method needs none, or there is none."""
+        if self.router is None or not method.policy.needs_router:
+            return None
+        self.router.validate_drafter(drafter_digest(self, method.exit_step), method.exit_step)
+        return self.router.rank
 
     @property
     def max_caption_tokens(self) -> int:
@@ -115,16 +121,6 @@ class CausalVideoPipeline(VisualPipeline):
         return getattr(self.settings, name)
 
     @property
-    def drafts(self) -> bool:
-        """Whether there is a model to draft with."""
-        return self.draft_transformer is not None or self.settings.draft_steps is not None
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the transformer: the text encoder is on another one while it is not used."""
-        return super().device if self.transformer is None else self.transformer.device
-
-    @property
     def num_tokens(self) -> int:
         """Number of frames of a video of default length."""
         geometry = self.transformer.geometry
@@ -138,6 +134,11 @@ class CausalVideoPipeline(VisualPipeline):
     @property
     def image_size(self) -> int:  # type: ignore[override]
         return self.transformer.geometry.pixel_size[0]
+
+    @property
+    def block_decoder(self) -> Any:
+        """Decodes latents block by block, and encodes start images."""
+        return self.vae if isinstance(self.vae, StreamingDecoder) else WanStreamingDecoder(self.vae)
 
     # -- calls ----------------------------------------------------------------------------------------------------------
 
@@ -194,18 +195,22 @@ class CausalVideoPipeline(VisualPipeline):
             image = settings.image_model
         image = None if image is False else image
         method = self.resolve_method(accelerator, tau, image is not None)
-        levels = self.transformer.config.motion_levels
-        if motion is not None and parse_int(motion, 0, levels - 1) is None:
-            allowed = f"from 0 to {levels - 1}" if levels else "left out: this model has no motion levels"
-            raise ValueError(f"motion must be {allowed}, got {short_repr(motion)}")
+        if motion is not None and not (levels := self.transformer.config.motion_levels):
+            raise ValueError(f"motion must be left out: this model has no motion levels, got {short_repr(motion)}")
+        if motion is not None:
+            require_int("motion", motion, 0, levels - 1)
         if window is not None:
             require_int("window", window, self.transformer.geometry.block_frames + (sinks or 0))
-        schedule = validation.validate_prompt_schedule(prompt_schedule, settings.num_blocks)
-        scored = method.policy.needs_scores
+        later = {} if prompt_schedule is None else prompt_schedule
+        if not isinstance(later, Mapping) or any(parse_int(block, 1, settings.num_blocks - 1) is None for block in later):
+            allowed = f"blocks from 1 to {settings.num_blocks - 1} to prompts"
+            raise ValueError(f"prompt_schedule must map {allowed}, got {short_repr(prompt_schedule)}")
+        for each in later.values():
+            validation.validate_one_prompt(each, "prompt_schedule")
         condition = self.encode_video_condition(prompt, prompt_embeds, clean_prompt)
-        if scored and prompt is None:
+        if method.policy.needs_scores and prompt is None:
             raise ValueError(f"accelerator {method.name!r} scores drafts with the prompt: give prompt, not prompt_embeds")
-        frame_scorer = self.resolve_frame_scorer(scorer) if scored else None
+        frame_scorer = self.resolve_frame_scorer(scorer) if method.policy.needs_scores else None
         seeds = resolve_seeds(generator, 1)
         start = encode_start_image(self, image, prompt, seeds.seeds[0])
         stream = VideoStream(
@@ -214,16 +219,16 @@ class CausalVideoPipeline(VisualPipeline):
             int(seeds.noise_seeds[0]),
             method,
             blocks=settings.num_blocks,
-            decoder=streaming_decoder(self.vae),
-            preview=resolve_preview_decoder(self, preview_decoder),
+            decoder=self.block_decoder,
+            preview=self.preview_decoder if preview_decoder is None else resolve_preview_decoder(preview_decoder),
             score=None if frame_scorer is None else frame_scorer.bind(self.scorer_prompt(str(prompt))),
             given=start,
             callback=callback,
             profile=profile,
-            router=bind_router(self, method),
+            router=self._bind_router(method),
             pipe=self,
             frame_scorer=frame_scorer,
-            prompts=schedule,
+            prompts=dict(later),
             clean_prompt=clean_prompt,
         )
         stream.stats.seed = seeds.seeds[0]
@@ -240,7 +245,6 @@ class CausalVideoPipeline(VisualPipeline):
         return_dict: bool = True,
         callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None] | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
-        callback: Callable[[BlockProgress], bool | None] | None = None,
         **options: Any,
     ) -> CausalVideoPipelineOutput | tuple[Any]:
         """Generate a video, or one per prompt of a list, one by one: memory does not grow with the length of the list.
@@ -248,7 +252,7 @@ class CausalVideoPipeline(VisualPipeline):
         Args:
             prompt: text of the video, or a list with one text per video.
             generator: source of all noise: one generator for all videos in turn, or a list with one per video.
-            callback, **options: arguments of `stream`, which apply to every video.
+            **options: arguments of `stream`, which apply to every video.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"`.
             return_dict: False returns `(frames,)`.
             callback_on_step_end: called as `f(pipe, passes, block, {})` after every pass. Returning `{"stop": True}` ends the
@@ -266,9 +270,7 @@ class CausalVideoPipeline(VisualPipeline):
         with self._start_call() as call:
 
             def after_pass(progress: BlockProgress) -> bool:
-                if callback is not None and callback(progress) is False:
-                    call.interrupted = True
-                elif callback_on_step_end is not None:
+                if callback_on_step_end is not None:
                     answer = callback_on_step_end(self, progress.passes - 1, progress.block, {})
                     call.interrupted |= validation.wants_stop(answer)
                 return not call.interrupted
@@ -285,7 +287,8 @@ class CausalVideoPipeline(VisualPipeline):
                         stream.cancel()
                     for block in stream:
                         bar.update(1)
-                        videos[-1].append(to_output_frames(block, output_type))
+                        kept = block.latents if output_type == "latent" else block.frames
+                        videos[-1].append(kept.mul(255).round().byte().cpu() if output_type == "pil" else kept)
         self.maybe_free_model_hooks()
         stats = [stream.stats for stream in streams]
         frames = stack_videos(videos, output_type)
@@ -317,19 +320,26 @@ class CausalVideoPipeline(VisualPipeline):
         levels, draft_levels = (settings.resolve_levels(draft) for draft in (False, True))
         target, drafter = self.transformer, self.draft_transformer
         if from_image:
-            target = merge_lora(self, "transformer", "image_lora")
-            drafter = merge_lora(self, "draft_transformer", "draft_image_lora")
-        draft = CausalVideoBlockModel(drafter or target, draft_levels, **options) if self.drafts else None
+            target = self._merge_lora("transformer", "image_lora")
+            drafter = self._merge_lora("draft_transformer", "draft_image_lora")
+        drafts = drafter is not None or settings.draft_steps is not None
+        draft = CausalVideoBlockModel(drafter or target, draft_levels, **options) if drafts else None
         return CausalVideoBlockModel(target, levels, draft_model=draft, **options)
+
+    def _merge_lora(self, name: str, lora_name: str) -> Any:
+        """Return a network with its LoRA merged in, which is kept until either is another one; the network without a LoRA."""
+        network, lora, device = getattr(self, name), getattr(self, lora_name), self._device_of(self.transformer)
+        if network is None or lora is None:
+            return network
+        *parts, merged = self._opened.get(name, (None, None, None))
+        if parts != [network, lora] or (merged.dtype, merged.device) != (network.dtype, device):
+            merged = lora.merge(network).to(device)
+            self._opened[name] = network, lora, merged
+        return merged
 
     def normalize_prompt(self, prompt: str) -> NormalizedPrompt:
         """See `VisualPipeline.normalize_prompt`. Prompts are cleaned first, if the text encoder was trained so."""
         return super().normalize_prompt(self.settings.clean(prompt))
-
-    def encode_prompt(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """See `vargen.pipelines.prompts.encode_prompt`. A large text encoder is on the device only meanwhile."""
-        with on_device(self.text_encoder, self._execution_device):
-            return encode_prompt(self, *arguments, **options)
 
     def encode_video_condition(self, prompt: Any, prompt_embeds: Any = None, clean: bool = False) -> Condition:
         """Return the condition of one video."""
@@ -338,17 +348,14 @@ class CausalVideoPipeline(VisualPipeline):
             if prompt is not None or not isinstance(prompt_embeds, Tensor) or prompt_embeds.shape[::2] != (1, width):
                 raise ValueError(f"prompt_embeds must be a tensor [1, P, {width}] and come without prompt")
             return Condition(caption_embeds=prompt_embeds.to(self._execution_device))
-        if len(validation.validate_prompts(prompt)) != 1:
-            raise ValueError(f"prompt must be one, got {len(prompt)}: a stream is one video; a call takes several")
-        embeds, mask = self.encode_prompt(prompt, clean)
+        embeds, mask = self.encode_prompt(validation.validate_one_prompt(prompt, "prompt"), clean)
         return Condition(caption_embeds=embeds[:, mask[0]], caption_mask=mask[:, mask[0]])
 
     def encode_empty_caption(self) -> Condition:
         """Return the null condition: features of an empty caption, as in training with caption dropout."""
         if self.text_encoder is None or self.tokenizer is None:
             raise ValueError("this pipeline was loaded without a text encoder, which guidance needs")
-        with on_device(self.text_encoder, self._execution_device):
-            return Condition(caption_embeds=encode_tokens(self, tokenized(self.tokenizer, [""], return_tensors="pt"))[0])
+        return Condition(caption_embeds=encode_tokens(self, tokenized(self.tokenizer, [""], return_tensors="pt"))[0])
 
     def scorer_prompt(self, prompt: str) -> str:
         """Return the prompt for scorers, normalized and in the model's only style, or they would prefer a mixture of styles."""
@@ -367,13 +374,13 @@ class CausalVideoPipeline(VisualPipeline):
         """
         frames = self.settings.scored_frames
         if scorer is None or isinstance(scorer, str):
-            return FrameScorer(self.named_scorer(scorer or DEFAULT_SCORER), frames=frames)
+            return FrameScorer(self.open_once(open_scorer, scorer or DEFAULT_SCORER), frames=frames)
         bound = hasattr(scorer, "bind") and not isinstance(scorer, type)
         return scorer if bound else FrameScorer(scorer, frames=frames)
 
     def named_image_pipe(self, name: str) -> Any:
         """Return the pipeline of a packaged image model, or of one in a folder, opened on first use."""
-        return self._open_once(open_image_pipe, name)
+        return self.open_once(open_image_pipe, name)
 
     def resolve_method(self, accelerator: Any, tau: Any = None, from_image: bool = False) -> VideoMethod:
         """Return the method of a call with its threshold.
@@ -382,12 +389,14 @@ class CausalVideoPipeline(VisualPipeline):
             from_image: whether the video starts from an image. If only the transformer has a LoRA for it, the draft transformer
                 does not move the image as the prompt says, and the default is `"target"`.
         """
-        moves_less = from_image and self.draft_transformer is not None and self.draft_image_lora is None
-        drafts = self.drafts and not (moves_less and self.image_lora is not None)
-        default = self.default_method if drafts else self.baseline
-        method = super().resolve_method(default if accelerator is None else accelerator)
-        unset = accelerator is None or (isinstance(accelerator, str) and "tau" not in parse_spec(accelerator)[1])
-        if tau is None and unset and method.threshold is not None:
+        if accelerator is None:
+            drafter, loras = self.draft_transformer, (self.image_lora, self.draft_image_lora)
+            is_still = from_image and drafter is not None and loras[0] is not None and loras[1] is None
+            drafts = not is_still and (drafter is not None or self.settings.draft_steps is not None)
+            accelerator = self.default_method if drafts else self.baseline
+        method = super().resolve_method(accelerator)
+        says_tau = not isinstance(accelerator, str) or "tau" in parse_spec(accelerator)[1]
+        if tau is None and method.threshold is not None and not says_tau:
             tau = self.settings.tau
         return method if tau is None else method.with_tau(tau)
 

@@ -72,11 +72,7 @@ class LlamaGenPipeline(NextTokenPipeline):
         prompt_names: PromptNames | dict[str, str] | None = None,
         **others: Any,
     ):
-        self._register_components(
-            prompt_names, id2label=id2label, defaults=defaults, prompt_styles=prompt_styles,
-            vqvae=vqvae, transformer=transformer, text_encoder=text_encoder, tokenizer=tokenizer,
-            draft_transformer=draft_transformer, eagle=eagle, medusa=medusa, low_res=low_res, upsampler=upsampler, **others,
-        )  # fmt: skip
+        self._register_components(locals())
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:

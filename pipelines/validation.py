@@ -11,9 +11,9 @@ from unicodedata import category
 import numpy as np
 from torch import Tensor
 
-from vargen.decoding import PRESETS, Accelerator, Sampling
+from vargen.decoding import Sampling
 from vargen.models.guidance import Guidance
-from vargen.values import MAX_SEED, parse_int, require_int, short_repr
+from vargen.values import MAX_SEED, require_int, short_repr
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 MAX_IMAGES = 1024  # per call; a larger number is a typo or a job for a batch script
@@ -105,29 +105,8 @@ def validate_batch_size(batch: Any, name: str = "batch") -> int:
     return require_int(name, batch, 1, MAX_IMAGES)
 
 
-def validate_prompt_schedule(prompt_schedule: Any, num_blocks: int) -> dict[int, str]:
-    if prompt_schedule is None:
-        return {}
-    last = num_blocks - 1
-    if not isinstance(prompt_schedule, Mapping) or any(parse_int(block, 1, last) is None for block in prompt_schedule):
-        raise ValueError(f"prompt_schedule must map blocks from 1 to {last} to prompts, got {short_repr(prompt_schedule)}")
-    for prompt in prompt_schedule.values():
-        if len(validate_prompts(prompt, "prompt_schedule")) != 1:
-            raise ValueError(f"prompt_schedule must have one prompt for each block, got {short_repr(prompt)}")
-    return dict(prompt_schedule)
-
-
-def validate_draft_size(method: Accelerator, tokens: int) -> None:
-    """Raise ValueError if drafts of a size that was asked for do not fit a grid; those of presets are limited to it."""
-    preset = PRESETS.get(method.name.partition(":")[0])
-    asked, usual = (_draft_sizes(getattr(each, "drafter", None), tokens) for each in (method, preset))
-    for name, (size, most) in asked.items():
-        if size > most and usual.get(name) != (size, most):
-            raise ValueError(f"{name} must be at most {most} for a grid of {tokens} tokens, got {size}")
-
-
-def _draft_sizes(drafter: Any, tokens: int) -> dict[str, tuple[int, int]]:
-    """Return the sizes of drafts that a grid limits, by the name of the setting, each with its maximum."""
-    depth = getattr(getattr(drafter, "shape", drafter), "depth", None)
-    sizes = {"window": getattr(drafter, "window", None), "length": getattr(drafter, "length", None), "depth": depth}
-    return {name: (size, tokens - (name != "window")) for name, size in sizes.items() if isinstance(size, int)}
+def validate_one_prompt(prompt: Any, name: str) -> str:
+    """Return the prompt of a video, which may be the only one of a list."""
+    if len(prompts := validate_prompts(prompt, name)) != 1:
+        raise ValueError(f"{name} must be one for a video, got {len(prompts)}")
+    return prompts[0]

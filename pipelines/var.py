@@ -67,10 +67,7 @@ class VARPipeline(ImagePipeline):
         prompt_styles: list[str] | None = None,
         prompt_names: PromptNames | dict[str, str] | None = None,
     ):
-        self._register_components(
-            prompt_names, id2label=id2label, defaults=defaults, prompt_styles=prompt_styles, vqvae=vqvae,
-            transformer=transformer, text_encoder=text_encoder, tokenizer=tokenizer, draft_transformer=draft_transformer,
-        )  # fmt: skip
+        self._register_components(locals())
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:

@@ -16,15 +16,18 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import without_autocast
-from vargen.decoding import BlockStream, VideoBlock, VideoMethod
-from vargen.decoding.video.interfaces import DraftRouter
+from vargen.decoding import BlockStream, VideoBlock
 from vargen.files import atomic_file, expand_user
-from vargen.models.tokenizers.video_vae import DecodeState, StreamingDecoder, WanStreamingDecoder
+from vargen.models.tokenizers.video_vae import DecodeState, StreamingDecoder
 from vargen.mp4 import Mp4Writer, import_av
-from vargen.values import parse_float, short_repr
+from vargen.values import NumberRange, short_repr
 from vargen.weight_files import weights_digest
 
+if TYPE_CHECKING:
+    from vargen.pipelines.causal_video import CausalVideoPipeline
+
 FORMATS = (".mp4", ".gif", ".webp")
+_FPS = NumberRange(0, 1000, open_below=True)
 
 
 def validate_video_path(path: Any, name: str = "path") -> Path:
@@ -46,21 +49,21 @@ def save_video(frames: Any, path: Any, fps: float, comment: str = "") -> Path:
         fps: frames per second.
         comment: stored in the file's metadata if the format supports it.
     """
-    file, rate = validate_video_path(path), parse_float(fps)
-    if rate is None or rate <= 0:
-        raise ValueError(f"fps must be a number above 0, got {short_repr(fps)}")
+    file, rate = validate_video_path(path), float(_FPS.check("fps", fps) or 0)
     images = _to_pil_frames(frames)
-    options: dict[str, Any] = {"save_all": True, "append_images": images[1:], "loop": 0, "duration": round(1000 / rate)}
+    kinds: dict[str, Any] = {
+        ".gif": {"format": "GIF", "disposal": 2, "comment": comment.encode()[:255] or None},
+        ".webp": {"format": "WEBP", "lossless": True},
+    }
     with atomic_file(file) as temporary:
-        if file.suffix.lower() == ".mp4":
+        if (options := kinds.get(file.suffix.lower())) is not None:
+            options |= {"save_all": True, "append_images": images[1:], "loop": 0, "duration": round(1000 / rate)}
+            images[0].save(temporary, **options)
+        else:
             writer = Mp4Writer(str(temporary), images[0].size, rate, comment)
             for image in images:
                 writer.add(image)
             writer.close()
-        elif file.suffix.lower() == ".gif":
-            images[0].save(temporary, format="GIF", disposal=2, comment=comment.encode()[:255] or None, **options)
-        else:
-            images[0].save(temporary, format="WEBP", lossless=True, **options)
     return file
 
 
@@ -76,10 +79,6 @@ def _to_pil_frames(frames: Any) -> list[Image.Image]:
     if len({frame.size for frame in frames}) > 1:
         raise ValueError(f"frames must be of one size, got {sorted({frame.size for frame in frames})[:4]}")
     return [frame.convert("RGB") for frame in frames]
-
-
-if TYPE_CHECKING:
-    from vargen.pipelines.causal_video import CausalVideoPipeline
 
 
 @dataclass(repr=False)
@@ -104,6 +103,23 @@ class CausalVideoPipelineOutput(BaseOutput):
         every = self.stats if isinstance(self.stats, list) else [self.stats]
         seconds = ", ".join(f"{each.seconds:.1f} s, seed {each.seed}" for each in every[:4]) + ", ..." * (len(every) > 4)
         return f"<{type(self).__name__}: {len(every)} video{'s' if len(every) != 1 else ''}, {seconds}>"
+
+
+def stack_videos(videos: list[list[Tensor]], output_type: str) -> Any:
+    """Concatenate the blocks `[F, ...]` of each video, uint8 for PIL images, and convert them to the output type."""
+    if output_type == "pil":
+        return [[Image.fromarray(frame) for part in parts for frame in part.permute(0, 2, 3, 1).numpy()] for parts in videos]
+    whole = [torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float32) for parts in videos]
+    alike = len({video.shape for video in whole}) == 1  # False if the call was stopped
+    if output_type != "np":
+        return torch.stack(whole) if alike else whole
+    arrays = [(video.permute(0, 2, 3, 1) if video.ndim == 4 else video).cpu().numpy() for video in whole]
+    return np.stack(arrays) if alike else arrays
+
+
+def drafter_digest(pipe: Any, exit_step: int) -> str:
+    """Return the digest of the network that makes the drafts, the same in float32 and bfloat16."""
+    return weights_digest(pipe.transformer if exit_step else pipe.draft_transformer, dtype=torch.bfloat16)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -141,13 +157,12 @@ class VideoStream(BlockStream):
 
 
 @dataclass(frozen=True)
-class _FunctionDecoder:
-    """Decoder of each block by itself, by a function."""
+class FunctionDecoder:
+    """Decoder of each block by itself, by a function of latents `[1, F, C, Y, X]`; see `StreamingDecoder`."""
 
     function: Callable[[Tensor], Tensor]
 
     def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:
-        """See `StreamingDecoder`."""
         pixels = self.function(latents_BFCYX)
         if not isinstance(pixels, Tensor) or pixels.ndim != 5 or pixels.shape[2] != 3 or not pixels.shape[1]:
             got = list(pixels.shape) if isinstance(pixels, Tensor) else short_repr(pixels)
@@ -155,56 +170,15 @@ class _FunctionDecoder:
         return pixels, DecodeState((state or DecodeState()).frames + latents_BFCYX.shape[1])
 
 
-def streaming_decoder(vae: Any) -> StreamingDecoder:
-    """Return the decoder of latents, block by block."""
-    return vae if isinstance(vae, StreamingDecoder) else WanStreamingDecoder(vae)
-
-
-def resolve_preview_decoder(pipe: CausalVideoPipeline, preview_decoder: Any) -> StreamingDecoder | None:
-    """Return the decoder of frames that are scored; None to score the frames of the result.
+def resolve_preview_decoder(given: Any) -> StreamingDecoder:
+    """Return the decoder of frames that are scored.
 
     Args:
-        preview_decoder: a `StreamingDecoder`, such as a `PreviewDecoder`, or a function of normalized latents `[1, F, C, Y, X]`
-            of a block that returns pixels `[1, F', 3, Y', X']` in [-1, 1], such as a tiny autoencoder. None: that of the model.
+        given: a `StreamingDecoder`, such as a `PreviewDecoder`, or a function of normalized latents `[1, F, C, Y, X]` of a
+            block that returns pixels `[1, F', 3, Y', X']` in [-1, 1], such as a tiny autoencoder.
     """
-    if preview_decoder is None:
-        return pipe.preview_decoder
-    if isinstance(preview_decoder, StreamingDecoder) and not isinstance(preview_decoder, type):
-        return preview_decoder
-    if not callable(preview_decoder) or isinstance(preview_decoder, type):
-        allowed = "a function of latents, or an object with decode_block"
-        raise TypeError(f"preview_decoder must be {allowed}, got {short_repr(preview_decoder)}")
-    return _FunctionDecoder(preview_decoder)
-
-
-def stack_videos(videos: list[list[Tensor]], output_type: str) -> Any:
-    """Concatenate the blocks `[F, ...]` of each video, and convert them to the output type."""
-    if output_type == "pil":
-        return [[Image.fromarray(frame) for part in parts for frame in part.permute(0, 2, 3, 1).numpy()] for parts in videos]
-    whole = [torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float32) for parts in videos]
-    alike = len({video.shape for video in whole}) == 1  # False if the call was stopped
-    if output_type != "np":
-        return torch.stack(whole) if alike else whole
-    arrays = [(video.permute(0, 2, 3, 1) if video.ndim == 4 else video).cpu().numpy() for video in whole]
-    return np.stack(arrays) if alike else arrays
-
-
-def to_output_frames(block: VideoBlock, output_type: str) -> Tensor:
-    """Return the part of a block that is kept until the video is complete."""
-    if output_type == "latent":
-        return block.latents
-    return block.frames.mul(255).round().byte().cpu() if output_type == "pil" else block.frames
-
-
-def drafter_digest(pipe: Any, exit_step: int) -> str:
-    """Return the digest of the network that makes the drafts, the same in float32 and bfloat16."""
-    return weights_digest(pipe.transformer if exit_step else pipe.draft_transformer, dtype=torch.bfloat16)
-
-
-def bind_router(pipe: Any, method: VideoMethod) -> DraftRouter | None:
-    """Return the router of a pipeline for a method, or None if the method needs none or there is none."""
-    router = pipe.router
-    if router is None or not method.policy.needs_router:
-        return None
-    router.validate_drafter(drafter_digest(pipe, method.exit_step), method.exit_step)
-    return router.rank
+    if isinstance(given, StreamingDecoder) and not isinstance(given, type):
+        return given
+    if not callable(given) or isinstance(given, type):
+        raise TypeError(f"preview_decoder must be a function of latents, or have decode_block, got {short_repr(given)}")
+    return FunctionDecoder(given)

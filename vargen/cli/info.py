@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vargen.cli.console import print_json, quiet_libraries, table
-from vargen.cli.options import Device
+from vargen.cli.console import print_json, table
 
 app = typer.Typer(help="Show versions, devices, packaged models and presets.", invoke_without_command=True)
 
@@ -24,14 +22,8 @@ _JSON = typer.Option("--json", help="Print one JSON document.")
 def info(
     ctx: typer.Context,
     as_json: Annotated[bool, _JSON] = False,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="The memory that this model needs, instead.")] = None,
-    device: Annotated[Device, typer.Option(help="With --model: where it would run; cuda needs no GPU here.")] = Device.auto,
 ) -> None:
     if ctx.invoked_subcommand is not None:
-        return
-    if model is not None:
-        quiet_libraries()
-        print_memory(model, device.value, as_json)
         return
     facts = collect_facts()
     if as_json:
@@ -59,24 +51,6 @@ def info(
     if not facts["models"]:
         print("  none")
     print("\nPresets: " + ", ".join(preset["name"] for preset in facts["presets"]))
-
-
-def print_memory(model: str, device: str, as_json: bool) -> None:
-    """Print the predicted bytes of a model on a type of device, which need not exist here."""
-    from vargen.device import select_device
-    from vargen.pipelines.loading import default_dtype, inspect_model
-    from vargen.pipelines.video_memory import predict_memory
-
-    pipe, place = inspect_model(model), select_device("auto").type if device == "auto" else device
-    kind = default_dtype(pipe.folder, place)
-    found, dtype = predict_memory(pipe, kind), str(kind).removeprefix("torch.")
-    if as_json:
-        print_json({"model": model, "device": place, "dtype": dtype, **asdict(found), "total": found.total})
-        return
-    sizes = {f"weights: {part}": size for part, size in found.weights.items()}
-    sizes |= {f"cache: {part}": size for part, size in found.caches.items()}
-    rows = [[name, f"{size / 1e6:,.1f}"] for name, size in {**sizes, "total": found.total}.items()]
-    print(table([f"{place}, {dtype}", "MB"], rows, "<>").lstrip("\n"))
 
 
 @app.command("presets")
