@@ -42,11 +42,12 @@ def require_int(name: str, value: Any, least: int, most: int | None = None) -> i
 
 
 def short_repr(value: Any) -> str:
-    """Return `repr(value)` for a message, truncated if it is long; never raises."""
+    """Return `repr(value)` for a message, in one line and truncated if it is long; never raises."""
     try:
         text = repr(value)
     except Exception:  # for example, Python refuses to print an integer of more than 4300 digits
         text = f"a {type(value).__name__} that cannot be printed"
+    text = " ".join(text.split()) if "\n" in text else text  # tensors and arrays
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
