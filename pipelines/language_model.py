@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from vargen.compat import report_memory, report_panics, without_autocast
+from vargen.compat import report_panics, without_autocast
 from vargen.device import select_device
 from vargen.files import atomic_merge, expand_user
 from vargen.folders.json_files import read_config
@@ -262,8 +262,7 @@ def _load(stored: StoredNetwork, dtype: torch.dtype, place: torch.device, option
     moves = options.get("device_map") is None
     if moves and (stored.is_quantized or options.get("quantization_config") is not None):  # cannot be moved later
         options, moves = {**options, "device_map": {"": place}}, False
-    with report_memory(stored.folder):
-        model = stored.load(dtype, **options)
+    model = stored.load(dtype, **options)
     return model.to(place).eval() if moves else model.eval()
 
 

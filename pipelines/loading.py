@@ -18,7 +18,7 @@ import torch
 
 import vargen.assets
 from vargen.assets import packaged_model_path, packaged_models
-from vargen.compat import report_memory, without_autocast
+from vargen.compat import without_autocast
 from vargen.device import preferred_dtype, select_device
 from vargen.files import expand_user
 from vargen.folders.json_files import read_config, read_object
@@ -145,16 +145,15 @@ def read_model_folder(name: Any, family: ModelFamily, options: Mapping[str, Any]
     if found.pipeline is not family.pipeline:
         raise ValueError(f"{file} describes a {found.pipeline.__name__!r}, this class opens {family.pipeline.__name__!r}")
     family.validate_index(index, file, options)
-    with report_memory(path):  # reading a header maps the whole file
-        places = shared_component_folders(path)
-        stored: dict[str, StoredComponent] = {}
-        for part, component in family.components.items():
-            component.validate(part, options.get(part))
-            place, entry = places.get(part, path), index.get(part)
-            if part in places and class_of(entry) is None:
-                entry = read_config(place / "model_index.json").get(part)
-            if part not in options and (class_name := class_of(entry)) is not None:
-                stored[part] = component.read(place / part, class_name, options.get("variant"))
+    places = shared_component_folders(path)
+    stored: dict[str, StoredComponent] = {}
+    for part, component in family.components.items():
+        component.validate(part, options.get(part))
+        place, entry = places.get(part, path), index.get(part)
+        if part in places and class_of(entry) is None:
+            entry = read_config(place / "model_index.json").get(part)
+        if part not in options and (class_name := class_of(entry)) is not None:
+            stored[part] = component.read(place / part, class_name, options.get("variant"))
     configs: dict[str, Any] = {part: getattr(each, "config", None) for part, each in {**stored, **options}.items()}
     values: dict[str, Any] = {each: options.get(each, index.get(each)) for each in STORED_VALUES}
     try:
@@ -248,14 +247,13 @@ def load_components(
         for part, each in model.stored.items()
         if isinstance(each, NetworkFolder) and (part == "transformer" or "quantization" in each.config)
     }
-    with report_memory(model.path):
-        dtypes = resolve_dtypes(model, dtype, [part for part, each in formats.items() if each])
-        found = {part: given[part] for part in model.family.components if part in given}
-        found |= {part: each.load() for part, each in model.stored.items() if isinstance(each, TokenizerFolder)}
-        for part, dtype_of_part in dtypes.items():
-            each: Any = model.stored[part]
-            is_ours = isinstance(each, NetworkFolder)
-            found[part] = load_network(each, dtype_of_part, formats.get(part)) if is_ours else each.load(dtype_of_part)
+    dtypes = resolve_dtypes(model, dtype, [part for part, each in formats.items() if each])
+    found = {part: given[part] for part in model.family.components if part in given}
+    found |= {part: each.load() for part, each in model.stored.items() if isinstance(each, TokenizerFolder)}
+    for part, dtype_of_part in dtypes.items():
+        each: Any = model.stored[part]
+        is_ours = isinstance(each, NetworkFolder)
+        found[part] = load_network(each, dtype_of_part, formats.get(part)) if is_ours else each.load(dtype_of_part)
     return found
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vargen.assets import packaged_model_path, packaged_models
-from vargen.files import expand_user, validate_not_interrupted
+from vargen.files import expand_user
 from vargen.values import short_repr, suggest_names
 
 FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revision")  # options of the hub
@@ -54,7 +54,6 @@ def locate_folder(name: Any, options: Mapping[str, Any]) -> Path:
     path = expand_user(name, "model")
     if os.path.isdir(path):  # Path.is_dir would raise if the name is too long for a file name
         return path
-    validate_not_interrupted(path)
     if path.suffix.lower() in (*_PICKLES, ".safetensors"):
         raise ValueError(
             f"model must be a folder, got {short_repr(text)}; vargen convert llamagen, var or causal-video makes one"

@@ -86,7 +86,6 @@ class StoredPipeline(DiffusionPipeline):
 
         Raises:
             ValueError, TypeError: before any weight is loaded, for invalid arguments or folders.
-            MemoryError: if the weights do not fit in memory; the message reports their size in bytes.
         """
         if dtype is not None and torch_dtype is not None:
             raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")

@@ -5,7 +5,6 @@ The choice between kernels and plain torch code is made in `vargen.kernels.dispa
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import sys
@@ -167,24 +166,6 @@ def cpu_has_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-# -- description of the machine: a speed is meaningless without it ------------------------------------------------------
-
-
-def usable_cores() -> int:
-    """Return the number of cores that all threads of this process may use; OMP_PROC_BIND pins each thread to one core."""
-    import torch
-
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    torch.empty(torch.get_num_threads() << 16).fill_(0)  # starts torch's threads, which are listed below
-    threads = [int(thread) for thread in os.listdir("/proc/self/task")] if os.path.isdir("/proc/self/task") else [0]
-    cores: set[int] = set()
-    for thread in threads:
-        with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
-            cores |= os.sched_getaffinity(thread)
-    return len(cores)
-
-
 def describe_machine() -> dict[str, Any]:
     """Return CPU, threads, load, GPUs and torch version as plain values.
 
@@ -198,7 +179,7 @@ def describe_machine() -> dict[str, Any]:
         gpus.append({"name": gpu.name, "memory_gib": round(gpu.total_memory / 2**30, 1)})
     return {
         "cpu": cpu_model(),
-        "cores": usable_cores(),
+        "cores": available_cores(),
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "bfloat16_in_hardware": cpu_has_bfloat16(),

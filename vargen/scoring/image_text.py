@@ -20,7 +20,7 @@ from torch import Tensor
 
 import vargen.assets
 from vargen.compat import tokenized
-from vargen.files import expand_user, validate_not_interrupted
+from vargen.files import expand_user
 from vargen.folders.json_files import TEXT, Kind, pick_values, read_object
 from vargen.folders.networks import NetworkFolder
 from vargen.folders.tokenizers import load_tokenizer
@@ -144,7 +144,6 @@ def scorer_folder(source: str | Path) -> Path:
     else:
         path = expand_user(source, "scorer")
         if not path.is_dir():
-            validate_not_interrupted(path)
             hint = suggest_names(str(source), names)
             raise ValueError(f"unknown scorer {short_repr(str(source))}: give a packaged one or a folder; {hint}")
     for folder in (path, path / "scorer"):
