@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vargen.compat import tokenized, without_autocast
 from vargen.convert.causal_video import convert_causal_video
-from vargen.decoding import VideoMethod
+from vargen.decoding import BlockStream, VideoMethod
 from vargen.decoding.video.interfaces import BlockProgress, DraftRouter
 from vargen.models.causal_video.decoding import BlockRouter, CausalVideoBlockModel
 from vargen.models.causal_video.network import CausalVideoLoRA, CausalVideoTransformer
@@ -29,22 +29,15 @@ from vargen.models.tokenizers.video_vae import (
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
-from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_tokens
+from vargen.pipelines.prompts import NormalizedPrompt, encode_tokens
 from vargen.pipelines.seeds import resolve_seeds
 from vargen.pipelines.start_images import encode_start_image, open_image_pipe
 from vargen.pipelines.video_settings import LATENT_SIZES, LORA_SIZE, VAE_SETTINGS, VideoSettings, validate_geometry
-from vargen.pipelines.videos import (
-    CausalVideoPipelineOutput,
-    VideoStream,
-    drafter_digest,
-    resolve_preview_decoder,
-    save_video,
-    stack_videos,
-)
+from vargen.pipelines.videos import CausalVideoPipelineOutput, drafter_digest, save_video, stack_videos
 from vargen.scoring import DEFAULT_SCORER, open_scorer
 from vargen.scoring.frames import FrameScorer
 from vargen.specs import parse_spec
-from vargen.values import parse_int, require_int, short_repr
+from vargen.values import require_int, short_repr
 
 
 class CausalVideoPipeline(VisualPipeline):
@@ -77,23 +70,6 @@ class CausalVideoPipeline(VisualPipeline):
     _callback_tensor_inputs: ClassVar[list[str]] = []
     vocab_size = 0  # a video has no tokens
     fps: Any = property(attrgetter("transformer.geometry.fps"))
-
-    def __init__(
-        self,
-        vae: CausalVideoVAE | AutoencoderKLWan,
-        transformer: CausalVideoTransformer,
-        text_encoder: Any = None,
-        tokenizer: Any = None,
-        draft_transformer: CausalVideoTransformer | None = None,
-        preview_decoder: PreviewDecoder | None = None,
-        router: BlockRouter | None = None,
-        image_lora: CausalVideoLoRA | None = None,
-        draft_image_lora: CausalVideoLoRA | None = None,
-        defaults: dict[str, Any] | None = None,
-        prompt_styles: list[str] | None = None,
-        prompt_names: PromptNames | dict[str, str] | None = None,
-    ):
-        self._register_components(locals())
 
     def validate_method(self, method: Any) -> None:
         # A router knows its drafter by the weights, which a pipeline of `inspect_model` does not have.
@@ -154,7 +130,6 @@ class CausalVideoPipeline(VisualPipeline):
         tau: float | None = None,
         scorer: Any = None,
         preview_decoder: Any = None,
-        prompt_schedule: Mapping[int, str] | None = None,
         window: int | None = None,
         sinks: int | None = None,
         motion: int | None = None,
@@ -163,8 +138,10 @@ class CausalVideoPipeline(VisualPipeline):
         callback: Callable[[BlockProgress], bool | None] | None = None,
         clean_prompt: bool = False,
         profile: bool = False,
-    ) -> VideoStream:
+    ) -> BlockStream:
         """Return an iterator over the blocks of a video, each of which is generated on demand.
+
+        Its `change_prompt` continues with another prompt: `stream.change_prompt(pipe.encode_video_condition("a dog"))`.
 
         Args:
             prompt: text of the video. Only one; `__call__` accepts several.
@@ -177,8 +154,8 @@ class CausalVideoPipeline(VisualPipeline):
                 for a model without a draft transformer, or see `resolve_method`.
             tau: acceptance threshold on the scorer's scale, for methods that have one. None: the checkpoint's or the method's.
             scorer: scorer of drafts, for methods that score; see `resolve_frame_scorer`.
-            preview_decoder: decoder of the frames that are scored; see `resolve_preview_decoder`. None: the model's, if any.
-            prompt_schedule: further prompts, by the number (above 0) of the block from which on each applies.
+            preview_decoder: decoder of the frames that are scored: an object with `decode_block`; see
+                `vargen.models.tokenizers.video_vae.StreamingDecoder`. None: the model's, if any.
             window, sinks: maximum number of latent frames that a block attends to, and how many of them are the first frames
                 of the video. None: the checkpoint's default; without a window a block attends to all frames.
             motion: motion level, for models trained with motion levels.
@@ -199,37 +176,29 @@ class CausalVideoPipeline(VisualPipeline):
             raise ValueError(f"motion must be left out: this model has no motion levels, got {short_repr(motion)}")
         if motion is not None:
             require_int("motion", motion, 0, levels - 1)
+        if preview_decoder is not None and (isinstance(preview_decoder, type) or not hasattr(preview_decoder, "decode_block")):
+            raise TypeError(f"preview_decoder must be an object with decode_block, got {short_repr(preview_decoder)}")
         if window is not None:
             require_int("window", window, self.transformer.geometry.block_frames + (sinks or 0))
-        later = {} if prompt_schedule is None else prompt_schedule
-        if not isinstance(later, Mapping) or any(parse_int(block, 1, settings.num_blocks - 1) is None for block in later):
-            allowed = f"blocks from 1 to {settings.num_blocks - 1} to prompts"
-            raise ValueError(f"prompt_schedule must map {allowed}, got {short_repr(prompt_schedule)}")
-        for each in later.values():
-            validation.validate_one_prompt(each, "prompt_schedule")
         condition = self.encode_video_condition(prompt, prompt_embeds, clean_prompt)
         if method.policy.needs_scores and prompt is None:
             raise ValueError(f"accelerator {method.name!r} scores drafts with the prompt: give prompt, not prompt_embeds")
         frame_scorer = self.resolve_frame_scorer(scorer) if method.policy.needs_scores else None
         seeds = resolve_seeds(generator, 1)
         start = encode_start_image(self, image, prompt, seeds.seeds[0])
-        stream = VideoStream(
+        stream = BlockStream(
             self.decoding_model(settings, motion, bool(start)),
             condition,
             int(seeds.noise_seeds[0]),
             method,
             blocks=settings.num_blocks,
             decoder=self.block_decoder,
-            preview=self.preview_decoder if preview_decoder is None else resolve_preview_decoder(preview_decoder),
+            preview=self.preview_decoder if preview_decoder is None else preview_decoder,
             score=None if frame_scorer is None else frame_scorer.bind(self.scorer_prompt(str(prompt))),
             given=start,
             callback=callback,
             profile=profile,
             router=self._bind_router(method),
-            pipe=self,
-            frame_scorer=frame_scorer,
-            prompts=dict(later),
-            clean_prompt=clean_prompt,
         )
         stream.stats.seed = seeds.seeds[0]
         return stream
@@ -406,13 +375,14 @@ CAUSAL_VIDEO = register_family(
         name="causal-video",
         pipeline=CausalVideoPipeline,
         components={
-            "transformer": Component((CausalVideoTransformer,), required=True, follows_dtype=True),
             "vae": Component(
                 (CausalVideoVAE, AutoencoderKLWan),
                 required=True,
                 follows_dtype=("AutoencoderKLWan",),
                 matches=VAE_SETTINGS,
             ),
+            "transformer": Component((CausalVideoTransformer,), required=True, follows_dtype=True),
+            **TEXT_COMPONENTS,
             "draft_transformer": Component(
                 (CausalVideoTransformer,), follows_dtype=True, matches=("text_dim", "motion_levels", *LATENT_SIZES)
             ),
@@ -420,7 +390,6 @@ CAUSAL_VIDEO = register_family(
             "router": Component((BlockRouter,), matches=("channels",), run_folder="router"),
             "image_lora": Component((CausalVideoLoRA,), matches=LORA_SIZE),
             "draft_image_lora": Component((CausalVideoLoRA,)),
-            **TEXT_COMPONENTS,
         },
         text_width="text_dim",
         check_compatible=validate_geometry,

@@ -24,7 +24,6 @@ from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import NextTokenPipeline
 from vargen.pipelines.images import decode_pixels, preprocess_images
-from vargen.pipelines.prompts import PromptNames
 
 
 class LlamaGenPipeline(NextTokenPipeline):
@@ -48,31 +47,11 @@ class LlamaGenPipeline(NextTokenPipeline):
         eagle, medusa: drafters trained on the transformer's features, for the methods of these names; see `load_drafter`.
         low_res: a transformer with the same tokens and conditions and a smaller grid, which drafts for `accelerator="mulo"`.
         upsampler: predicts token probabilities from low-resolution images. Without it, they are decoded, resized and encoded.
-        **others: further drafters that are registered as components of the family.
     """
 
     low_res: LlamaGenTransformer | None = None
     upsampler: TokenUpsampler | None = None
     max_caption_tokens: Any = property(attrgetter("transformer.config.cls_token_num"))
-
-    def __init__(
-        self,
-        vqvae: VQModel,
-        transformer: LlamaGenTransformer,
-        text_encoder: Any = None,
-        tokenizer: Any = None,
-        draft_transformer: LlamaGenTransformer | None = None,
-        eagle: EagleDrafter | None = None,
-        medusa: MedusaDrafter | None = None,
-        low_res: LlamaGenTransformer | None = None,
-        upsampler: TokenUpsampler | None = None,
-        id2label: dict[int, str] | None = None,
-        defaults: dict[str, Any] | None = None,
-        prompt_styles: list[str] | None = None,
-        prompt_names: PromptNames | dict[str, str] | None = None,
-        **others: Any,
-    ):
-        self._register_components(locals())
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
@@ -140,8 +119,9 @@ LLAMAGEN = register_family(
         name="llamagen",
         pipeline=LlamaGenPipeline,
         components={
-            "transformer": Component((LlamaGenTransformer,), required=True, follows_dtype=True),
             "vqvae": Component((VQModel,), required=True, matches={"codebook_size": "vocab_size"}),
+            "transformer": Component((LlamaGenTransformer,), required=True, follows_dtype=True),
+            **TEXT_COMPONENTS,
             "draft_transformer": Component(
                 (LlamaGenTransformer,), follows_dtype=True, matches=("condition", "vocab_size", "grid_size")
             ),
@@ -151,7 +131,6 @@ LLAMAGEN = register_family(
                 (LlamaGenTransformer,), follows_dtype=True, matches=("condition", "vocab_size"), run_folder="transformer"
             ),
             "upsampler": Component((TokenUpsampler,), matches=("vocab_size", "grid_size"), run_folder="upsampler"),
-            **TEXT_COMPONENTS,
         },
         condition_settings={"class": ("num_classes",), "text": ("cls_token_num", "caption_dim")},
         check_compatible=validate_low_res,

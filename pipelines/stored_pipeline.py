@@ -18,8 +18,6 @@ from vargen.pipelines import loading
 from vargen.pipelines.families import STORED_VALUES, ModelFamily
 from vargen.pipelines.prompts import PROMPT_NAMES_FILE, PromptNames
 
-_NAMES = ("self", "others", "prompt_names")  # of arguments that are no components
-
 
 class StoredPipeline(DiffusionPipeline):
     """A pipeline of diffusers whose folders are opened by `vargen.pipelines.loading`.
@@ -43,19 +41,19 @@ class StoredPipeline(DiffusionPipeline):
     def _init_calls(self) -> None:
         """Create what calls use beside the components."""
 
-    def _register_components(self, arguments: Mapping[str, Any]) -> None:
-        """Validate and register components and the values stored with them; `arguments` are the locals of an `__init__`."""
-        given = {**arguments, **arguments.get("others", {})}
-        parts = {name: given.get(name) for name in self.family.components}
+    def __init__(self, *components: Any, prompt_names: Any = None, **named: Any):
+        """Validate and register components, by name or in the order of the family, and the values stored with them."""
+        known = self.family.components
+        given = {**dict(zip(known, components, strict=False)), **named}
+        if unknown := {name for name, each in given.items() if each is not None} - {*known, *STORED_VALUES}:
+            raise TypeError(f"{min(unknown)} is no component of a {type(self).__name__}: {', '.join(known)}")
+        parts = {name: given.get(name) for name in known}
         values = {name: given[name] for name in STORED_VALUES if name in given}
-        if unknown := {name for name, each in given.items() if each is not None} - {*_NAMES, *parts, *values}:
-            raise TypeError(f"{min(unknown)} is no component of a {type(self).__name__}: {', '.join(parts)}")
         self.family.check({name: getattr(part, "config", None) for name, part in parts.items()}, **values)
         super().__init__()
         self.register_modules(**parts)
-        self.register_to_config(**values)
-        names = given["prompt_names"]
-        self.prompt_names = PromptNames(names) if isinstance(names, dict) else names
+        self.register_to_config(**{**dict.fromkeys(STORED_VALUES), **values})
+        self.prompt_names = PromptNames(prompt_names) if isinstance(prompt_names, dict) else prompt_names
         # A pipeline loaded without networks can still encode prompts.
         factor = getattr(getattr(self, self.pixel_decoder), "downsampling", 8)
         self.image_processor = VaeImageProcessor(vae_scale_factor=factor)

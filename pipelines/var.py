@@ -26,7 +26,6 @@ from vargen.pipelines.images import (
     preprocess_images,
     validate_decode_arguments,
 )
-from vargen.pipelines.prompts import PromptNames
 
 
 class VARPipeline(ImagePipeline):
@@ -54,20 +53,6 @@ class VARPipeline(ImagePipeline):
     image_size: Any = property(attrgetter("vqvae.image_size"))
     codebook: Any = property(attrgetter("vqvae.codebook"))
     max_caption_tokens: Any = property(attrgetter("transformer.config.caption_rows"))
-
-    def __init__(
-        self,
-        vqvae: MultiScaleVQModel,
-        transformer: VARTransformer,
-        text_encoder: Any = None,
-        tokenizer: Any = None,
-        draft_transformer: VARTransformer | None = None,
-        id2label: dict[int, str] | None = None,
-        defaults: dict[str, Any] | None = None,
-        prompt_styles: list[str] | None = None,
-        prompt_names: PromptNames | dict[str, str] | None = None,
-    ):
-        self._register_components(locals())
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
@@ -158,16 +143,16 @@ VAR = register_family(
         name="var",
         pipeline=VARPipeline,
         components={
-            "transformer": Component((VARTransformer,), required=True, follows_dtype=True),
             "vqvae": Component(
                 (MultiScaleVQModel,),
                 required=True,
                 matches={"codebook_size": "vocab_size", "codebook_embed_dim": "code_dim", "scales": "scales"},
             ),
+            "transformer": Component((VARTransformer,), required=True, follows_dtype=True),
+            **TEXT_COMPONENTS,
             "draft_transformer": Component(
                 (VARTransformer,), follows_dtype=True, matches=("condition", "vocab_size", "code_dim", "scales")
             ),
-            **TEXT_COMPONENTS,
         },
         condition_settings={"class": ("num_classes",), "text": ("caption_rows", "caption_dim")},
         convert=convert_var,

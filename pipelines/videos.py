@@ -1,12 +1,11 @@
-"""Video output: the result of a call, a video stream, and writing MP4, GIF and WebP files atomically."""
+"""Video output: the result of a call, and writing MP4, GIF and WebP files atomically."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +14,10 @@ from diffusers.utils import BaseOutput
 from PIL import Image
 from torch import Tensor
 
-from vargen.compat import without_autocast
-from vargen.decoding import BlockStream, VideoBlock
 from vargen.files import atomic_file, expand_user
-from vargen.models.tokenizers.video_vae import DecodeState, StreamingDecoder
 from vargen.mp4 import Mp4Writer, import_av
 from vargen.values import NumberRange, short_repr
 from vargen.weight_files import weights_digest
-
-if TYPE_CHECKING:
-    from vargen.pipelines.causal_video import CausalVideoPipeline
 
 FORMATS = (".mp4", ".gif", ".webp")
 _FPS = NumberRange(0, 1000, open_below=True)
@@ -120,65 +113,3 @@ def stack_videos(videos: list[list[Tensor]], output_type: str) -> Any:
 def drafter_digest(pipe: Any, exit_step: int) -> str:
     """Return the digest of the network that makes the drafts, the same in float32 and bfloat16."""
     return weights_digest(pipe.transformer if exit_step else pipe.draft_transformer, dtype=torch.bfloat16)
-
-
-@dataclass(eq=False, repr=False, kw_only=True)
-class VideoStream(BlockStream):
-    """A `BlockStream` that encodes its prompts itself; see `CausalVideoPipeline.stream`.
-
-    Attributes:
-        pipe: encodes prompts.
-        frame_scorer: scores drafts, for methods that need it: an object with `bind`; see `FrameScorer`.
-        prompts: further prompts, by the number of the block from which on each applies.
-        clean_prompt: see `ImagePipeline`.
-        fps: frames per second.
-    """
-
-    pipe: CausalVideoPipeline
-    frame_scorer: Any
-    prompts: Mapping[int, str]
-    clean_prompt: bool
-    fps = property(attrgetter("pipe.fps"))
-
-    @torch.no_grad()
-    @without_autocast
-    def __next__(self) -> VideoBlock:
-        if (prompt := self.prompts.get(len(self.stats.blocks))) is not None:
-            self.switch_prompt(prompt)
-        return super().__next__()
-
-    @torch.no_grad()
-    @without_autocast
-    def switch_prompt(self, prompt: str) -> None:
-        """Use another prompt from the next block on, also to score drafts."""
-        condition = self.pipe.encode_video_condition(prompt, None, self.clean_prompt)
-        score = None if self.frame_scorer is None else self.frame_scorer.bind(self.pipe.scorer_prompt(prompt))
-        self.change_prompt(condition, score)
-
-
-@dataclass(frozen=True)
-class FunctionDecoder:
-    """Decoder of each block by itself, by a function of latents `[1, F, C, Y, X]`; see `StreamingDecoder`."""
-
-    function: Callable[[Tensor], Tensor]
-
-    def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:
-        pixels = self.function(latents_BFCYX)
-        if not isinstance(pixels, Tensor) or pixels.ndim != 5 or pixels.shape[2] != 3 or not pixels.shape[1]:
-            got = list(pixels.shape) if isinstance(pixels, Tensor) else short_repr(pixels)
-            raise ValueError(f"preview_decoder must return pixels [1, F, 3, Y, X], got {got}")
-        return pixels, DecodeState((state or DecodeState()).frames + latents_BFCYX.shape[1])
-
-
-def resolve_preview_decoder(given: Any) -> StreamingDecoder:
-    """Return the decoder of frames that are scored.
-
-    Args:
-        given: a `StreamingDecoder`, such as a `PreviewDecoder`, or a function of normalized latents `[1, F, C, Y, X]` of a
-            block that returns pixels `[1, F', 3, Y', X']` in [-1, 1], such as a tiny autoencoder.
-    """
-    if isinstance(given, StreamingDecoder) and not isinstance(given, type):
-        return given
-    if not callable(given) or isinstance(given, type):
-        raise TypeError(f"preview_decoder must be a function of latents, or have decode_block, got {short_repr(given)}")
-    return FunctionDecoder(given)

@@ -69,11 +69,9 @@ BAD: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("until", {"accelerator": ScaleSchedule(stages=(Stage(until=5), Stage()))}),
     ],
     "video": [(name, {**CAT, **options}) for name, options in (
-        ("prompt_schedule", {"prompt": ["a", "b"], "prompt_schedule": {7: "c"}}),
         *(("num_blocks", {"num_blocks": value}) for value in (0, 10**9, 2.5)),
         ("tau", {"tau": math.nan}), ("tau", {"tau": 0.5, "accelerator": "stride"}), ("next-token", {"accelerator": "sjd"}),
         ("window", {"window": 1}), ("sinks", {"sinks": -1}), ("motion", {"motion": 2}),
-        ("prompt_schedule", {"prompt_schedule": {0: "a dog"}}), ("prompt_schedule", {"prompt_schedule": {1: ""}}),
         ("prompt_embeds", {"prompt": None, "prompt_embeds": torch.zeros(1, 3, 7), "accelerator": "stride"}),
         ("prompt_embeds", {"prompt": None, "prompt_embeds": torch.zeros(1, 3, 384)}),
         *(("preview_decoder", {"preview_decoder": value}) for value in ("taehv", torch.nn.Linear)),
