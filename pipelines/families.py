@@ -183,7 +183,7 @@ def _check_labels(id2label: Any, num_classes: int | None) -> None:
         number = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10 else key
         if parse_int(number, 0, most) is None or not isinstance(name, str):
             limit = "" if most is None else f" from 0 to {most}"
-            raise ValueError(f"id2label must map class numbers{limit} to names, got {short_repr({key: name})}")
+            raise ValueError(f"id2label must map class numbers{limit} to names, got {short_repr(key)}: {short_repr(name)}")
 
 
 FAMILIES: dict[str, ModelFamily] = {}  # by name of the pipeline class, as in model_index.json; `loading` imports all

@@ -1,8 +1,4 @@
-"""Image pipelines: their call, which generates a request in batches and selects the best candidates; those of token models.
-
-The steps of a call are those of diffusers: check inputs, encode the prompt, resolve seeds, generate tokens with the model of
-the paradigm, decode them, return the output.
-"""
+"""Image pipelines: their call, which generates a request in batches and selects the best candidates; those of token models."""
 
 from __future__ import annotations
 
@@ -121,38 +117,34 @@ class ImagePipeline(VisualPipeline):
 
         Args:
             prompt: one prompt or several; None for models of classes.
-            image: source of a variation or, with `mask_image`, of inpainting, for next-scale models: a PIL image, or a tensor
-                `[N, 3, Y, X]`, float in [0, 1] or uint8. It must have the model's size. One for all prompts, or one per prompt.
+            image: source of a variation or, with `mask_image`, of inpainting, for next-scale models: PIL images, or a tensor
+                `[N, 3, Y, X]`, float in [0, 1] or uint8, of the model's size. One for all prompts, or one per prompt.
             mask_image: white, 1 or True in the area to inpaint, or transparent if parts of the mask are; PIL images, bool,
-                uint8, or numbers in [0, 1], of the size of the image. See `vargen.pipelines.images.read_mask`. Pixels outside
-                of it are those of `image`, but for a narrow transition at its border.
+                uint8, or numbers in [0, 1]; see `vargen.pipelines.images.read_mask`. Pixels outside of it are those of
+                `image`, but for a narrow transition at its border.
             strength: fraction of the scales to regenerate, from the finest down, in [0, 1]. Default: 0.8, and 1 with a mask.
             class_labels: one class or several, by number or, where the checkpoint has them, name, for models of classes.
             num_images_per_prompt: number of images per prompt or class.
-            batch_size: maximum number of images to generate at a time; None generates all at once. If there are more, each
-                finished image makes room for the next one, so that none waits for the slowest. Images of next-scale models,
-                whose passes differ in shape, are generated batch by batch.
-            guidance_scale: scale of classifier-free guidance, at least 0; 1 disables it. In next-scale models it grows linearly
-                over the scales from none at the first to this value at the last; the official `cfg` is this value minus 1.
-                None: the checkpoint's default; so for `temperature` (at least 0; 0 is greedy), `top_k` (up to the vocabulary
-                size; 0 keeps every token) and `top_p` (in (0, 1]).
+            batch_size: maximum number of images to generate at a time; None: all. Each finished image makes room for the next
+                one; those of next-scale models, whose passes differ in shape, are generated batch by batch.
+            guidance_scale: scale of classifier-free guidance; 1 disables it. In next-scale models it grows linearly over the
+                scales from none to this value; the official `cfg` is this value minus 1. None: the checkpoint's default; so
+                for `temperature` (0 is greedy), `top_k` (0 keeps every token) and `top_p` (in (0, 1]).
             guidance_interval: last decoding step with guidance; None guides all steps. For next-token models.
-            negative_prompt: replaces the null caption in guidance; one for all prompts, or one per prompt. Models that guide
-                with a prompt of their own take none.
+            negative_prompt: replaces the null caption in guidance; one for all prompts, or one per prompt.
             accelerator: name of a preset (`vargen info presets` lists them), an `Accelerator` or a `ScaleSchedule`. None: the
-                pipeline's `default_method`. For next-token models this is `"auto"`, which drafts as many tokens as is fastest,
-                and generates the same image as `"ar"` in float32. In bfloat16 a wide pass rounds differently.
+                pipeline's `default_method`, for next-token models `"auto"`: it drafts as many tokens as is fastest, and
+                generates the same image as `"ar"` in float32. In bfloat16 a wide pass rounds differently.
             generator: a `torch.Generator` for all images in turn (None: torch's global one), or a list with one per image, on
                 which alone an image depends. A new generator on the same device with the seed `stats.seeds[i]` reproduces image
-                i on its own. This seed is the one that was passed, or another if the generator had been used before.
+                i on its own: the seed that was passed, or another if the generator had been used before.
             prompt_embeds, prompt_mask: caption features `[B, P, C]`, valid rows last, and their mask `[B, P]`, instead of a
                 prompt; not for models of transformers.
             negative_prompt_embeds, negative_prompt_mask: the same for the negative prompt; B is 1 or the number of prompts.
             num_candidates: number of candidates generated per image, of which the `scorer` selects the best. `stats.scores` has
                 the scores of all candidates.
             scorer: a name that `vargen eval` accepts, such as `"emoji-scorer"`; a `Scorer` of `vargen.scoring`; or a function
-                of images (a float tensor `[N, 3, Y, X]` in [0, 1]) and prompts that returns N numbers, higher is better. With
-                one candidate, it scores the image without selecting.
+                of images (a float tensor `[N, 3, Y, X]` in [0, 1]) and prompts that returns N numbers, higher is better.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
             return_dict: False returns `(images,)`.
             callback_on_step_end: called as `f(pipe, step, count, {"latents": tokens})` after every pass; `pipe.preview(tokens,

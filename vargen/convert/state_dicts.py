@@ -106,7 +106,7 @@ def _read_file(file: Path) -> Mapping[Any, Any]:
 
 def _read_parts(index: Path) -> State:
     """Return the tensors of the files that an index names."""
-    weight_map, state = read_index(index), {}
+    weight_map, state = read_index(index), State()
     for name in sorted(set(weight_map.values())):
         part = _read_file(index.parent / name)
         if part.keys() != {key for key, value in weight_map.items() if value == name}:
