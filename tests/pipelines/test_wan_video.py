@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from PIL import Image
 from rejects import rejects
 from tiny_families import brightness, seeded
 from tiny_video import randomised
-from tiny_wan import SIZE, TARGET, TEXT, VAE_22, official_files, save_self_forcing, text_state, transformer_state
+from tiny_wan import SIZE, TARGET, TEXT, VAE_22, official_files, save_self_forcing, save_wan, text_state, transformer_state
 
 from vargen import open_pipeline
 from vargen.convert.causal_video import convert_causal_video
@@ -111,12 +110,9 @@ def test_an_image_is_the_first_frame_where_the_checkpoint_allows(pipe: Any, fram
     assert not torch.allclose(latents[1:], frames(framewise, "target", output_type="latent"), atol=1e-3)
 
 
-def test_latents_of_wan_22_become_frames_of_its_rate(files: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    wan, target = tmp_path / "Wan2.2-TI2V-5B-Diffusers", tmp_path / "model.pt"
-    for part in ("text_encoder", "tokenizer"):
-        copytree(folder / part, wan / part)
+def test_latents_of_wan_22_become_frames_of_its_rate(files: dict[str, Any], tmp_path: Path) -> None:
+    wan, target = save_wan(tmp_path / "Wan2.2-TI2V-5B-Diffusers", **VAE_22), tmp_path / "model.pt"
     vae = randomised(AutoencoderKLWan(**VAE_22), 3, 0.2)
-    vae.save_pretrained(wan / "vae")
     save_self_forcing(target, transformer_state(channels=48))
     given = {"transformer": [target], "wan": wan, "n_head": TARGET["num_heads"], "size": (32, 64)}
     large = open_pipeline(convert_causal_video(output=tmp_path / "out", **given))

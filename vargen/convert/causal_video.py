@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from vargen.convert.state_dicts import (
     require_inputs,
     write_model_index,
 )
-from vargen.convert.wan import WanPart, detect_transformer, read_transformer, read_wan_parts, resolve_latent_size
+from vargen.convert.wan import detect_transformer, read_transformer, read_wan_parts, resolve_latent_size
 from vargen.files import atomic_folder
 from vargen.folders.json_files import read_object
 from vargen.models.causal_video.cache import validate_attention_window
 from vargen.models.causal_video.network import CausalVideoTransformer
+from vargen.models.tokenizers.video_vae import AutoencoderKLWan
 from vargen.values import require_int, short_repr
 
 _FRAMES = 21  # latent frames of the videos on which the official models were trained
@@ -82,7 +84,7 @@ def convert_causal_video(
 
     Args:
         transformer: `.pt`, `.pth`, `.bin` or `.safetensors` files; several files are parts of one model.
-        wan: folder of Wan2.1, original or in diffusers' format, for the autoencoder, text encoder and tokenizer.
+        wan: folder of Wan2.1 or Wan2.2 in diffusers' format, for the autoencoder, text encoder and tokenizer.
         output: folder to create. It appears whole or not at all.
         draft: files of a smaller or faster model that drafts. Weights equal to the transformer's are stored once.
         block_frames: latent frames per block.
@@ -127,12 +129,16 @@ def convert_causal_video(
             describe_network(CausalVideoTransformer, arguments, weights, source)
         parts = read_wan_parts(wan)
         _validate_parts(parts, config, wan, file)
-        kinds: dict[str, Any] = {name: part.kind for name, part in parts.items()}
+        import transformers  # takes seconds
+
+        names = ("UMT5EncoderModel", parts["tokenizer"].class_name)
+        text_encoder, tokenizer = (getattr(transformers, each) for each in names)
+        kinds: dict[str, Any] = {"vae": AutoencoderKLWan, "text_encoder": text_encoder, "tokenizer": tokenizer}
         for name, (arguments, weights, source) in networks.items():
             build_network(CausalVideoTransformer, arguments, weights, source, dtype).save_pretrained(folder / name)
             kinds[name] = CausalVideoTransformer
-        for name, part in parts.items():
-            part.write(folder / name)
+        for name in parts:
+            copytree(wan / name, folder / name)
         write_model_index(folder, "CausalVideoPipeline", kinds, defaults=defaults)
     return output
 
@@ -193,7 +199,7 @@ def _validate_pair(draft: Mapping[str, Any], draft_file: Path, config: Mapping[s
     )
 
 
-def _validate_parts(parts: Mapping[str, WanPart], config: Mapping[str, Any], wan: Path, file: Path) -> None:
+def _validate_parts(parts: Mapping[str, Any], config: Mapping[str, Any], wan: Path, file: Path) -> None:
     """Raise ValueError unless a transformer takes the latents and text features of the other parts."""
     vae, text = parts["vae"].config, parts["text_encoder"].config
     require_equal(

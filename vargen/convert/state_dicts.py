@@ -213,9 +213,10 @@ def require_inputs(**inputs: Path | None) -> None:
     """Raise an error that names an argument whose file or folder does not exist; None means not given."""
     for name, path in inputs.items():
         kind = "folder" if name in ("text_encoder", "tokenizer", "wan") else "file"
+        if path is not None and not path.exists():
+            raise FileNotFoundError(f"{name} {str(path)!r} does not exist")
         if path is not None and not (path.is_dir() if kind == "folder" else path.is_file()):
-            error = ValueError if path.exists() else FileNotFoundError
-            raise error(f"{name} must be a {kind}, and {str(path)!r} is none, or does not exist")
+            raise ValueError(f"{name} must be a {kind}, got {str(path)!r}")
 
 
 def write_image_model(
