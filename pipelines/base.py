@@ -1,7 +1,4 @@
-"""`VisualPipeline`, the base class of the pipelines of all families: methods, prompts, images and calls.
-
-The command line, the demo page and the evaluation use only this interface, so no code above `pipelines/` names a family.
-"""
+"""`VisualPipeline`, the base class of all families: all that commands, page and evaluation use."""
 
 from __future__ import annotations
 
@@ -29,12 +26,7 @@ from vargen.values import require_int, short_repr
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """A preset, and whether a pipeline supports it.
-
-    Attributes:
-        name, kind, summary, source: from the preset; kind is `"exact"` or `"relaxed"`.
-        unsupported_reason: why this pipeline cannot run it; None if it can.
-    """
+    """A preset, of kind `"exact"` or `"relaxed"`, and why a pipeline cannot run it; None if it can."""
 
     name: str
     kind: str
@@ -91,14 +83,12 @@ class VisualPipeline(StoredPipeline):
         self._calls: list[RunningCall] = []
         self._engines = KeptEngines()
 
-    # -- methods --------------------------------------------------------------------------------------------------------
-
     def validate_method(self, method: Any) -> None:
-        """Raise ValueError with the reason if this pipeline cannot run a method; also of a pipeline without weights."""
+        """Raise ValueError with the reason if this pipeline, with weights or without, cannot run a method."""
         self.resolve_method(method).bind(self.decoding_model())
 
     def list_methods(self) -> list[MethodInfo]:
-        """List the presets of this paradigm, each with its name, kind, and the reason if this pipeline cannot run it."""
+        """List the presets of this paradigm, each with the reason if this pipeline cannot run it."""
         found = []
         for preset in list_methods(self.paradigm):
             reason = None
@@ -115,9 +105,7 @@ class VisualPipeline(StoredPipeline):
 
     @abstractmethod
     def decoding_model(self, *arguments: Any, **options: Any) -> Any:
-        """Return the adapter of the transformers for the loop of this paradigm; image models take guidance, or its scale."""
-
-    # -- prompts and classes --------------------------------------------------------------------------------------------
+        """Return the adapter of the transformers for the loop; image models take guidance, or its scale."""
 
     @property
     def is_class_conditional(self) -> bool:
@@ -145,7 +133,7 @@ class VisualPipeline(StoredPipeline):
         """Maximum number of caption tokens that the transformer accepts."""
 
     def normalize_prompt(self, prompt: str) -> NormalizedPrompt:
-        """Replace characters by their names (see `prompt_names`). `names` of the result maps the typed characters to names."""
+        """Replace characters by their names (see `prompt_names`), which the result has by character."""
         if self.prompt_names is None or prompt.isascii():
             return NormalizedPrompt(prompt, {})
         return self.prompt_names.apply(prompt)
@@ -155,13 +143,11 @@ class VisualPipeline(StoredPipeline):
     encode_condition = prompts.encode_condition
 
     def open_once(self, opener: Callable[[str, torch.device], Any], name: str) -> Any:
-        """Return what an opener, such as `open_scorer`, returns for a name and the device of the pipeline; kept for later."""
+        """Return what an opener, such as `open_scorer`, returns for a name and this device; kept for later."""
         key = opener, name, self._execution_device
         if key not in self._opened:
             self._opened[key] = opener(name, self._execution_device)
         return self._opened[key]
-
-    # -- images ---------------------------------------------------------------------------------------------------------
 
     @property
     def vocab_size(self) -> int:
@@ -176,7 +162,7 @@ class VisualPipeline(StoredPipeline):
     @property
     @abstractmethod
     def grids(self) -> tuple[tuple[int, int], ...]:
-        """Rows and columns of an image's token grids in generation order, each in raster order: one, or one per scale."""
+        """Rows and columns of the token grids, each in raster order: one, or one per scale."""
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -195,25 +181,20 @@ class VisualPipeline(StoredPipeline):
 
     @abstractmethod
     def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
-        """Decode tokens `[B, N]` to images. The area of tokens past `length [B]` is left white, or not refined further.
-
-        NaN or infinite pixels raise `NonFinitePixelsError`, whose message has the image and position of the first one.
-        """
+        """Decode tokens `[B, N]` to images; the area past `length [B]` is left white, or not refined."""
 
     @abstractmethod
     def preview(self, tokens: Tensor, num_tokens: int) -> list[Image.Image]:
-        """Decode the first `num_tokens` of tokens `[B, N]` to partial images, transparent where nothing has been generated."""
+        """Decode the first `num_tokens` of tokens `[B, N]` to partial images, else transparent."""
 
     @property
     def default_sampling(self) -> dict[str, Any]:
-        """Guidance scale, temperature, top-k and top-p that a call uses by default: the checkpoint's, else the family's."""
+        """Sampling settings that a call uses by default: the checkpoint's, else the family's."""
         stored = {name: value for name, value in (self.config.defaults or {}).items() if value is not None}
         usual = dict(self.usual_sampling)
         if usual["top_k"] is not None and usual["top_k"] > self.vocab_size:
             usual["top_k"] = None
         return {**usual, **stored}
-
-    # -- calls ----------------------------------------------------------------------------------------------------------
 
     def check_inputs(
         self,

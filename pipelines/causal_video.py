@@ -116,8 +116,6 @@ class CausalVideoPipeline(VisualPipeline):
         """Decodes latents block by block, and encodes start images."""
         return self.vae if isinstance(self.vae, StreamingDecoder) else WanStreamingDecoder(self.vae)
 
-    # -- calls ----------------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     @without_autocast
     def stream(
@@ -268,15 +266,10 @@ class CausalVideoPipeline(VisualPipeline):
         """Write frames atomically to an .mp4, .gif or .webp file; see `vargen.pipelines.videos.save_video`."""
         return save_video(frames, path, self.fps if fps is None else fps)
 
-    # -- steps of a call ------------------------------------------------------------------------------------------------
-
     def decoding_model(
         self, settings: VideoSettings | None = None, motion: int | None = None, from_image: bool = False
     ) -> CausalVideoBlockModel:
-        """Return the adapter of both models for `vargen.decoding.decode_video`.
-
-        None for `settings` selects the checkpoint's; `from_image` selects the LoRAs for videos that start from an image.
-        """
+        """Return the adapter of both models, with their LoRAs for a video that starts from an image."""
         settings = settings or self.settings
         options: dict[str, Any] = {
             "resamples_noise": not settings.euler,
@@ -296,7 +289,7 @@ class CausalVideoPipeline(VisualPipeline):
         return CausalVideoBlockModel(target, levels, draft_model=draft, **options)
 
     def _merge_lora(self, name: str, lora_name: str) -> Any:
-        """Return a network with its LoRA merged in, which is kept until either is another one; the network without a LoRA."""
+        """Return a network with its LoRA, if any, merged in; kept until either is another one."""
         network, lora, device = getattr(self, name), getattr(self, lora_name), self._device_of(self.transformer)
         if network is None or lora is None:
             return network
@@ -327,7 +320,7 @@ class CausalVideoPipeline(VisualPipeline):
         return Condition(caption_embeds=encode_tokens(self, tokenized(self.tokenizer, [""], return_tensors="pt"))[0])
 
     def scorer_prompt(self, prompt: str) -> str:
-        """Return the prompt for scorers, normalized and in the model's only style, or they would prefer a mixture of styles."""
+        """Return the prompt for scorers, in the model's only style, or they would prefer a mixture."""
         text = self.normalize_prompt(prompt).text
         styles = list(self.config.prompt_styles or ())
         named = len(styles) != 1 or re.search(rf"\b{re.escape(styles[0])}\b", text, re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""The engines that a pipeline keeps between calls where passes are captured, so that the next call captures nothing again."""
+"""The engines that a pipeline keeps between calls, whose captured passes the next call uses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class KeptEngines(threading.local):
 
     @contextmanager
     def freed_without_memory(self) -> Iterator[None]:
-        """Give up the engines of this thread if memory runs out within the block, so that the next call has theirs."""
+        """Give up the engines of this thread if memory runs out within the block."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -113,7 +113,7 @@ class KeptEngines(threading.local):
 
 
 def _make_key(request: ImageRequest, model: Any, parts: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what has to be the same for a call that an engine serves, beside its `parts`, the objects that it reads."""
+    """Return what has to be the same for a call that an engine serves, beside its `parts`."""
     guidance, device = request.guidance, torch.device(model.device)
     weights = [next(each.parameters(), None) for each in parts if isinstance(each, torch.nn.Module)]
     places = [None if each is None else (each.dtype, each.device) for each in weights]

@@ -1,8 +1,4 @@
-"""Registration of model families: the components that a folder of a family may have, and which settings must match.
-
-The file of a pipeline ends with `register_family`. The rest follows from the registration: optional components, dtypes, CPU
-offloading, the classes that a folder may name, trained drafters and converters.
-"""
+"""Registration of model families: the components of their folders, and which settings must match."""
 
 from __future__ import annotations
 
@@ -131,7 +127,7 @@ class ModelFamily:
         return {name: component for name, component in self.components.items() if component.run_folder is not None}
 
     def read_index(self, index: Mapping[str, Any], file: Path, given: Container[str] = ()) -> dict[str, str]:
-        """Return the class of each component that an index names; ValueError for unknown ones, and without those required."""
+        """Return the class of each component that an index names; ValueError for wrong and missing ones."""
         found = {}
         for name, entry in index.items():
             known = self.components[name].named_classes if name in self.components else {}
@@ -148,10 +144,7 @@ class ModelFamily:
         return found
 
     def check(self, configs: Mapping[str, Any], id2label: Any = None, defaults: Any = None, prompt_styles: Any = None) -> None:
-        """Check that configurations by component (None for a missing one) match, and validate the values stored with them.
-
-        This runs before the weights of a folder are loaded, and in the constructor of a pipeline.
-        """
+        """Check that configurations by component (None for a missing one) match, and the values stored with them."""
         transformer = configs.get("transformer") or {}
         condition = transformer.get("condition", "")
         self.check_defaults(defaults, transformer)
@@ -190,7 +183,7 @@ FAMILIES: dict[str, ModelFamily] = {}  # by name of the pipeline class, as in mo
 
 
 def register_family(family: ModelFamily) -> ModelFamily:
-    """Register a family, and derive from its components what diffusers needs of its pipeline class; returns the family."""
+    """Register a family, and derive what diffusers needs of its pipeline class; returns the family."""
     pipeline, components = family.pipeline, family.components
     offloaded = (*pipeline.model_cpu_offload_seq.split("->"), "tokenizer")
     pipeline.family = family

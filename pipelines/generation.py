@@ -1,4 +1,4 @@
-"""Image pipelines: their call, which generates a request in batches and selects the best candidates; those of token models."""
+"""Image pipelines: their call, with batches and the best of several candidates; those of token models."""
 
 from __future__ import annotations
 
@@ -241,10 +241,7 @@ class ImagePipeline(VisualPipeline):
     def _select_candidates(
         self, result: DecodeOutput, request: ImageRequest, scorer: Scorer, prompts: Sequence[str]
     ) -> DecodeOutput:
-        """Return the rows of the best candidates, one per image; their statistics have all scores and seeds.
-
-        Candidates in `result` are grouped by image, equally many for each of `prompts`.
-        """
+        """Return the rows of the best candidates, one per image; equally many are grouped for each of `prompts`."""
         count, stats = request.num_candidates, result.stats
         pixels = self.decode_tokens(result.tokens, result.length if stats.stopped else None, "pt")
         repeated = [prompt for prompt in prompts for _ in range(len(pixels) // len(prompts))]
@@ -311,7 +308,7 @@ class NextTokenPipeline(ImagePipeline):
 
     @abstractmethod
     def mask_generated(self, length: Tensor, size: tuple[int, int]) -> Tensor:
-        """Return which of Y rows and X columns of pixels, bool `[B, 1, Y, X]`, the first `length` `[B]` tokens determine."""
+        """Return the pixels that the first `length` `[B]` tokens determine, bool `[B, 1, Y, X]`."""
 
     def preview(self, tokens: Tensor, num_tokens: int) -> list[Image.Image]:
         images, length = self.decode_tokens(tokens), torch.tensor([num_tokens])

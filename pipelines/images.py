@@ -1,4 +1,4 @@
-"""Images in and out: results, pixels of tokens, input images, and the source and mask of variations and inpainting."""
+"""Images in and out: results, pixels of tokens, input images, sources and masks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ImagePipelineOutput(BaseOutput):
         return f"<{type(self).__name__}: {count}, {self.stats}>"
 
     def parameters(self, number: int = 0) -> dict[str, Any]:
-        """Return the parameters of image `number` with which it is generated again: prompt, seed, method, model, machine."""
+        """Return the parameters with which image `number` is generated again."""
         if self._call is None or self.tokens is None:
             raise ValueError("this result was not returned by the call of a pipeline, so it has no parameters")
         return self._call.describe(number, self.stats, self.tokens)
@@ -78,7 +78,7 @@ class ImagePipelineOutput(BaseOutput):
 
 
 def validate_decode_arguments(tokens: Any, length: Any, output_type: Any, codes: int, minimum: int = 0) -> None:
-    """Validate the arguments of `decode_tokens`: tokens, of any number, are from `minimum` (-1 for none) to `codes` - 1."""
+    """Validate the arguments of `decode_tokens`: tokens are from `minimum` (-1 for none) to `codes` - 1."""
     if output_type not in OUTPUT_TYPES:
         raise ValueError(f"output_type must be one of {', '.join(OUTPUT_TYPES)}, got {short_repr(output_type)}")
     if not isinstance(tokens, Tensor) or tokens.dtype not in _WHOLE:
@@ -158,15 +158,11 @@ class InpaintSource:
     strength: float
 
     def num_kept_scales(self, scales: int) -> int:
-        """Number of coarse scales kept from the source image. Any strength above 0 regenerates at least the finest scale."""
+        """Number of coarse scales kept; any strength above 0 regenerates at least the finest."""
         return scales - math.ceil(round(self.strength * scales, 6))
 
     def blend(self, pixels: Tensor) -> Tensor:
-        """Put the source's own pixels where the mask keeps them, with a narrow transition outside of its border.
-
-        Args:
-            pixels: generated ones, float32 `[B, 3, Y, X]` in [0, 1]; equally many of each source image.
-        """
+        """Put the source's own pixels where the mask keeps them, with a transition; float32 `[B, 3, Y, X]` in [0, 1]."""
         assert self.mask is not None
         own, area = (part.to(pixels.device).repeat_interleave(len(pixels) // len(part), 0) for part in (self.pixels, self.mask))
         width = max(1, pixels.shape[-1] // _TRANSITION)
@@ -176,7 +172,7 @@ class InpaintSource:
 
 
 def validate_source(image: Any, mask: Any, strength: Any, side: int, processor: Any) -> InpaintSource | None:
-    """Validate the `image`, `mask_image` and `strength` of a call, of `side` pixels square; returns None without an image."""
+    """Validate image, mask and strength of a call, of `side` pixels square; None without an image."""
     if image is None:
         for name, value in (("mask_image", mask), ("strength", strength)):
             if value is not None:

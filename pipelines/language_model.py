@@ -1,7 +1,4 @@
-"""Pipeline around an image language model of transformers, which is in memory or in a folder.
-
-Shape suffixes: B images, N tokens of the grid.
-"""
+"""Pipeline around an image language model of transformers, in memory or in a folder. B images, N tokens of the grid."""
 
 from __future__ import annotations
 
@@ -68,8 +65,6 @@ class LanguageModelPipeline(NextTokenPipeline):
         self.register_to_config(defaults=None, id2label=None, prompt_styles=None)
         self.decoding_model()  # refuses networks that do not fit
 
-    # -- folders ----------------------------------------------------------------------------------------------------------
-
     @classmethod
     @without_autocast
     def from_pretrained(  # type: ignore[override]
@@ -133,7 +128,7 @@ class LanguageModelPipeline(NextTokenPipeline):
 
     @classmethod
     def from_pipe(cls, pipeline: Any, **changed: Any) -> Self:
-        """Return a pipeline that shares the model, processor and draft heads of another; `changed` are its arguments."""
+        """Return a pipeline that shares the parts of another, but for `changed` arguments."""
         options = pipeline._describe.keywords if isinstance(pipeline, cls) else {}
         pipe = super().from_pipe(pipeline, **{**options, **changed})
         if "model" not in changed:
@@ -205,9 +200,7 @@ class LanguageModelPipeline(NextTokenPipeline):
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Write the model and its processor as a folder of transformers, and each draft head in a subfolder of its name.
 
-        `open_pipeline` opens it with its draft heads; transformers opens it without them. A draft model is not saved.
-
-        A model whose weights are offloaded by other means than `device_map` is refused.
+        `open_pipeline` opens it with its draft heads. A draft model is not saved.
 
         Args:
             kwargs: passed to `save_pretrained` of the model.
@@ -287,5 +280,5 @@ def _read_heads(target: TransformersTokenModel, *names: Any) -> dict[str, Networ
 
 
 def accelerate(model: Any, processor: Any, draft_model: Any = None, **options: Any) -> LanguageModelPipeline:
-    """Return a pipeline for an image language model of transformers; see `LanguageModelPipeline` for arguments and errors."""
+    """Return a pipeline for an image language model of transformers; see `LanguageModelPipeline`."""
     return LanguageModelPipeline(model, processor, draft_model, **options)

@@ -93,17 +93,14 @@ class LlamaGenPipeline(NextTokenPipeline):
     @torch.no_grad()
     @without_autocast
     def encode_image(self, images: Any) -> Tensor:
-        """Encode PIL images or a tensor `[B, 3, Y, X]` (float in [0, 1], or uint8) to tokens int64 `[B, rows, columns]`.
-
-        Images are resized to the model's size.
-        """
+        """Encode images as of `preprocess_images`, which are resized, to tokens int64 `[B, rows, columns]`."""
         side = self.transformer.config.grid_size * self.vqvae.downsampling
         pixels = preprocess_images(images, self.image_processor, side)
         return self.vqvae.encode(pixels.to(self._device_of(self.vqvae), self.vqvae.dtype))
 
 
 def validate_low_res(configs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the grid of the low-resolution transformer divides the transformer's, and its up-sampler fits."""
+    """Raise ValueError unless the low-resolution grid divides the transformer's, and its up-sampler fits."""
     low, large = configs.get("low_res"), configs["transformer"]["grid_size"]
     if low is None and configs.get("upsampler") is not None:
         raise ValueError("upsampler needs the low_res transformer whose images it enlarges")

@@ -1,7 +1,6 @@
-"""Opening models of any family by name or folder: found, checked by configurations and headers, then loaded as classes of ours.
+"""Opening models of any family: found, checked by configurations and headers, then loaded.
 
-A packaged model can share the text encoder of another packaged model instead of storing a copy. Its `borrowed.json` names the
-model that has each shared component: `{"text_encoder": "emoji", "tokenizer": "emoji", "prompt_names": "emoji"}`.
+A packaged model can take text encoder, tokenizer and names from another packaged model: `borrowed.json` names it for each.
 """
 
 from __future__ import annotations
@@ -54,10 +53,8 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
     Args:
         name: name of a packaged model, such as `"emoji"`; a folder with a `model_index.json`, or of transformers with an image
             language model; or a Hub id `"owner/name"`.
-        device: device such as `"cuda"`; `"auto"` selects a GPU if there is one. The default dtype is then the fastest of the
-            device. None leaves the pipeline on the CPU.
-        **options: passed to `from_pretrained` of the pipeline's class, such as `torch_dtype` or `quantization`; see
-            `VisualPipeline` and `LanguageModelPipeline`.
+        device: such as `"cuda"`; `"auto"` selects a GPU if there is one; None: the CPU. The default dtype is its fastest.
+        **options: passed to `from_pretrained` of the pipeline's class, such as `torch_dtype` or `quantization`.
     """
     place = None if device is None else select_device(device)
     check_options(options, *list_families().values(), more=LANGUAGE_MODEL_OPTIONS)
@@ -113,8 +110,6 @@ class ModelFolder:
     """A model folder whose components were checked; no weight was read.
 
     Attributes:
-        path: the folder.
-        family: its family.
         stored: its components by name, without those that the caller passes.
         values: the values stored with them, see `STORED_VALUES`, and `prompt_names`.
     """
@@ -126,12 +121,7 @@ class ModelFolder:
 
 
 def read_model_folder(name: Any, family: ModelFamily, options: Mapping[str, Any] | None = None) -> ModelFolder:
-    """Find a model and check its files, without reading weights.
-
-    Args:
-        name: name, folder or Hub id.
-        options: arguments of `from_pretrained`.
-    """
+    """Find a model by name, folder or Hub id, and check its files; `options` are arguments of `from_pretrained`."""
     options = options or {}
     check_options(options, family)
     path = locate_folder(name, options)
@@ -172,7 +162,7 @@ def read_index(path: Path) -> tuple[Mapping[str, Any], ModelFamily]:
 
 
 def check_options(options: Mapping[str, Any], *families: ModelFamily, more: Collection[str] = ()) -> None:
-    """Raise TypeError for an option of `from_pretrained` that no family has, ValueError for one that requests code."""
+    """Raise TypeError for an option that no family has, ValueError for one that requests code."""
     known = dict.fromkeys((*_LOADING, *FETCHING, *(name for family in families for name in family.components)))
     if unknown := [name for name in options if name not in (*known, *_NO_EFFECT, *_CODE, *STORED_VALUES, *more)]:
         raise TypeError(f"{unknown[0]} is no argument for opening a pipeline; allowed are {', '.join(known)}")
@@ -197,8 +187,7 @@ def shared_component_folders(folder: Path) -> dict[str, Path]:
 def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dtype:
     """Return the fastest dtype of a device for a folder's transformer; float32 for a small or quantized one on a CPU.
 
-    Passes of a small network are bound by the number of operations, so bfloat16 gains little. And in it, a pass over more
-    tokens rounds differently, so `auto` and `ar` no longer generate the same image for a seed.
+    bfloat16 gains a small network little, and in it `auto` and `ar` no longer generate the same image for a seed.
     """
     if torch.device(device).type == "cpu":
         if stored_quantization(folder / "transformer"):
@@ -257,10 +246,7 @@ def stored_quantization(folder: Any) -> str | None:
 
 
 def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, NetworkFolder]:
-    """Return the component name of a trained network that drafts, such as `"eagle"`, and its folder.
-
-    `name` is that of a packaged one, its folder, or the folder of the training run.
-    """
+    """Return the component name of a trained drafter and its folder; `name` as of `load_drafter`."""
     root = Path(vargen.assets.__file__).parent
     files = [file for each in family.trainable for file in sorted(root.rglob(f"{each}/config.json"))]
     packaged = {file.parent.relative_to(root).as_posix(): file.parent for file in files}  # by name, such as "emoji/eagle"

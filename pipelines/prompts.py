@@ -85,11 +85,10 @@ def encode_prompt(
 ) -> tuple[Tensor, Tensor]:
     """Encode prompts to `prompt_embeds` `[B, P, C]` (valid rows last, padding zero) and bool `prompt_mask` `[B, P]`.
 
-    Prompts pass through `normalize_prompt`. What the text encoder does not read of them causes a warning, as do prompts longer
-    than P tokens, which are truncated.
+    Prompts pass through `normalize_prompt`. What the text encoder does not read of them causes a warning.
 
     Args:
-        prompt: one prompt or several.
+        prompt: one prompt or several, truncated to P tokens.
         clean: clean the prompts first; see `clean_prompt` of `__call__`.
         max_sequence_length: P. Default: the transformer's maximum; required if the pipeline has no transformer.
     """
@@ -138,10 +137,7 @@ def encode_condition(
     negative_prompt_mask: Any = None,
     clean_prompt: bool = False,
 ) -> tuple[Condition, int]:
-    """Return the condition for prompts or classes, with its negative, and their number; arguments as of a pipeline's call.
-
-    All arguments are validated before a prompt is encoded.
-    """
+    """Return the condition of a call's prompts or classes, with its negative, and their number."""
     negative_prompt = None if validation.is_blank(negative_prompt) else negative_prompt
     given = {"prompt": prompt, "prompt_embeds": prompt_embeds, "prompt_mask": prompt_mask}
     negative = {"prompt": negative_prompt, "prompt_embeds": negative_prompt_embeds, "prompt_mask": negative_prompt_mask}
@@ -168,7 +164,7 @@ def encode_condition(
 
 
 def _read_features(pipe: VisualPipeline, kind: str, prompt: Any, prompt_embeds: Any, prompt_mask: Any) -> Condition | None:
-    """Validate a prompt, or its features and mask, and return the condition of the latter; `kind` is "" or "negative_"."""
+    """Validate a prompt, or its features and mask, of which the condition is returned."""
     name, embeds, device = f"{kind}prompt", prompt_embeds, pipe._device_of(pipe.transformer)
     if embeds is None:
         if prompt_mask is not None:
@@ -214,7 +210,7 @@ _TONE_NAME = " skin tone"
 
 @dataclass(frozen=True)
 class NormalizedPrompt:
-    """A prompt with names inserted (`text`), and the names by the characters that they replaced (`names`), in order."""
+    """A prompt with names inserted, and the names by the characters that they replaced, in order."""
 
     text: str
     names: dict[str, str]
@@ -246,7 +242,7 @@ class PromptNames:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        """The longest of the sequences, with modifiers (group 1), and, if another follows, the space before it (group 2)."""
+        """The longest sequence, with modifiers (group 1); the space before another (group 2)."""
         found = []
         for typed in sorted(self.names, key=len, reverse=True):
             is_text = typed[0] < _FIRST_EMOJI and _KEYCAP not in typed
@@ -267,7 +263,7 @@ class PromptNames:
         return NormalizedPrompt(result.strip() if names else text, names)
 
     def _name(self, typed: str) -> str:
-        """Return the name of a sequence with modifiers: with "dark skin tone" or "light and dark skin tones", if it has any."""
+        """Return the name of a sequence with modifiers, such as "waving hand, dark skin tone"."""
         base = typed[0] + re.sub(_MODIFIERS, "", typed[1:])
         tones = [tone for tone in dict.fromkeys(re.findall(f"[{_TONES}]", typed[1:])) if tone in self.names]
         named = " and ".join(self.names[tone].removesuffix(_TONE_NAME) for tone in tones)

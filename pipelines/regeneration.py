@@ -1,4 +1,4 @@
-"""Generate an image again from the parameters that it carries, and compare tokens and pixels with those of the original."""
+"""Generate an image again from the parameters that it carries, and compare tokens and pixels."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class CallRecord:
         return cls(environment, type(pipe).__name__, pipe.folder, request, subject, negative, others)
 
     def describe(self, number: int, stats: DecodeStats, tokens: Tensor) -> dict[str, Any]:
-        """Return the parameters of image `number`, in plain values, given statistics and all tokens, int64 `[B, N]`."""
+        """Return the parameters of image `number` in plain values; `tokens` are all, int64 `[B, N]`."""
         (key, subject), request = self.subject, self.request
         place = request.seeds.devices[number * request.num_candidates]
         optional = {
@@ -153,11 +153,9 @@ def _pick(given: Any, number: int, images: int) -> Any:
 
 
 def describe_seed(stats: DecodeStats, number: int) -> dict[str, Any]:
-    """Return what reproduces image `number` of a call and, if a scorer was used, its score.
+    """Return the `seed` of image `number` and, if a scorer was used, `scorer` and `score`.
 
-    Returns:
-        `seed`, and with a scorer `scorer` and `score`. If there were several candidates, also `candidates`, the scores of all
-            of them, and `asked_seed`, the seed of the first.
+    If there were several candidates, also `candidates`, the scores of all, and `asked_seed`, the seed of the first.
     """
     if stats.scorer is None:
         return {"seed": stats.seeds[number]}

@@ -1,4 +1,4 @@
-"""Validation of a call's arguments, without loaded weights. Errors name the argument, its value and what is allowed."""
+"""Validation of a call's arguments. Errors name the argument, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def is_blank(prompt: Any) -> bool:
 
 
 def validate_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
-    """Split the settings into the guidance scale (default 1) and a `Sampling` of `temperature`, `top_k` and `top_p`."""
+    """Split the settings into the guidance scale (default 1) and a `Sampling` of the others."""
     others = {name: value for name, value in settings.items() if name != "guidance_scale"}
     return Guidance(settings.get("guidance_scale", 1.0)).scale, Sampling(**others)
 

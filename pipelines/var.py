@@ -107,7 +107,7 @@ class VARPipeline(ImagePipeline):
         return self.decode_tokens(tokens, torch.full((len(tokens),), num_tokens))
 
     def _accumulate_scales(self, tokens: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the sum over the complete scales, `[B, C, R, G]`, and bool `[B]`, whether there is any complete scale."""
+        """Return the sum over the complete scales, `[B, C, R, G]`, and whether there is any, bool `[B]`."""
         device, quantizer = self._device_of(self.vqvae), self._quantizer()
         tokens = tokens.to(quantizer.embedding.weight.device if not quantizer.embedding.weight.is_meta else device)
         ends = torch.tensor([side * side for side in quantizer.scales]).cumsum(0).tolist()
@@ -133,7 +133,7 @@ class VARPipeline(ImagePipeline):
     @torch.no_grad()
     @without_autocast
     def encode_image(self, images: Any) -> Tensor:
-        """Encode images to tokens int64 `[B, L]` of all scales, from coarse to fine; see `LlamaGenPipeline.encode_image`."""
+        """Encode images, which are resized, to tokens int64 `[B, L]` of all scales, from coarse to fine."""
         latent = self._encode_latent(preprocess_images(images, self.image_processor, self.vqvae.image_size))
         return torch.cat([tokens.flatten(1) for tokens in self._quantizer().quantize(latent)], dim=1)
 

@@ -73,10 +73,7 @@ class VideoSettings:
         return shifted_levels(steps or self.steps, self.shift)
 
     def clean(self, prompt: str) -> str:
-        """Clean a prompt as in the training of Wan's text encoder, if the checkpoint asks for it.
-
-        Unicode is repaired (with ftfy, if it is installed), as are HTML entities, and white space is merged.
-        """
+        """Clean a prompt as in the training of Wan's text encoder, if the checkpoint asks for it."""
         if self.prompt_cleaning is None:
             return prompt
         with suppress(ImportError):

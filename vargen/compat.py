@@ -31,7 +31,7 @@ def cache_folder() -> Path:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution, or None if it is not installed, without importing the package."""
+    """Return the version of an installed distribution, without importing it; None without one."""
     from importlib.metadata import PackageNotFoundError, version  # importing it takes longer than the rest of this module
 
     try:
@@ -115,18 +115,14 @@ def defer_to_installed_package(name: str, folder: str) -> None:
 
 
 def tokenized(tokenizer: Any, texts: Any, **options: Any) -> Any:
-    """Call a transformers tokenizer on `texts`, one thread at a time.
-
-    A fast tokenizer stores truncation and padding as its own state, sets them on each call, and raises "Already borrowed" if
-    another thread reads them meanwhile.
-    """
+    """Call a transformers tokenizer, one thread at a time: truncation and padding are its own state."""
     with tokenizer_lock, report_panics("prompt cannot be read by this model's tokenizer, which is damaged"):
         return tokenizer(texts, **options)
 
 
 @contextlib.contextmanager
 def report_panics(message: str, *others: type[Exception]) -> Iterator[None]:
-    """Raise ValueError instead of a panic of the library `tokenizers`, and instead of the other errors that are given."""
+    """Raise ValueError instead of a panic of the library `tokenizers` and of the `others`."""
     try:
         yield
     except MemoryError:
@@ -139,7 +135,7 @@ def report_panics(message: str, *others: type[Exception]) -> Iterator[None]:
 
 
 def drop_empty_notices() -> None:
-    """Filter out the message, naming no modules, that diffusers 0.39 logs if no module has to stay in float32 in a cast."""
+    """Filter out the message of diffusers 0.39 that no module has to stay in float32 in a cast."""
     logger = logging.getLogger("diffusers.models.modeling_utils")
     if _names_modules not in logger.filters:
         logger.addFilter(_names_modules)
@@ -150,10 +146,9 @@ def _names_modules(record: logging.LogRecord) -> bool:
 
 
 def without_autocast(function: _F) -> _F:
-    """Decorator: run in the dtypes of the weights, regardless of a surrounding `torch.autocast` and of the default device.
+    """Decorator: run in the dtypes of the weights, whatever `torch.autocast` or `torch.set_default_device` surrounds the call.
 
-    The networks choose their own dtypes; autocast on top of that would make new keys and values differ in dtype from the cache.
-    Tensors without a device of their own, such as seeds, belong on the CPU, whatever `torch.set_default_device` says.
+    The networks choose their own dtypes: with autocast on top, new keys and values would differ in dtype from the cache.
     """
 
     @functools.wraps(function)

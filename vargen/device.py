@@ -1,7 +1,4 @@
-"""Device, dtype and CPU threads of forward passes. Importing this module does not import torch.
-
-The choice between kernels and plain torch code is made in `vargen.kernels.dispatch`.
-"""
+"""Device, dtype and CPU threads of forward passes. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ def available_cores() -> int:
 
 @cache
 def physical_cores() -> int:
-    """Return the number of physical cores, counting hyperthreads once; all available cores if the system does not report it."""
+    """Return the number of physical cores, counting hyperthreads once, if the system reports it."""
     siblings = set()
     for core in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
         try:
@@ -65,7 +62,7 @@ def physical_cores() -> int:
 
 
 class _Threads:
-    """The current thread setting. `before` is torch's own number, kept while nested or concurrent work uses another one."""
+    """The current thread setting; `before` is torch's own number while blocks use another one."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -90,7 +87,7 @@ def set_threads(count: int | None) -> None:
 
 
 def user_thread_count() -> tuple[int, str] | None:
-    """Return the thread count chosen by the user or an enclosing block, and where it was set; None if it may be autotuned."""
+    """Return the thread count that the user or a block chose, and where; None if it may be autotuned."""
     import torch
 
     if (count := getattr(_state.local, "count", None)) is not None:
@@ -108,10 +105,7 @@ def user_thread_count() -> tuple[int, str] | None:
 
 @contextmanager
 def limit_threads(count: int | None) -> Iterator[None]:
-    """Use `count` threads within the block, then restore torch's previous number; None changes nothing.
-
-    Python threads may do this concurrently.
-    """
+    """Use `count` threads within the block, also in concurrent Python threads; None changes nothing."""
     import torch
 
     if count is None:
@@ -159,7 +153,7 @@ def preferred_dtype(device: str | torch.device = "cpu") -> torch.dtype:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Return whether this CPU has bfloat16 matrix instructions (AVX-512 BF16, AMX or Arm's); False if torch cannot tell."""
+    """Return whether this CPU has bfloat16 matrix instructions (AVX-512 BF16, AMX or Arm's)."""
     import torch
 
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
@@ -167,10 +161,7 @@ def cpu_has_bfloat16() -> bool:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return CPU, threads, load, GPUs and torch version as plain values.
-
-    The load is the number of runnable processes, averaged over the last minute; None if the system does not report it.
-    """
+    """Return CPU, threads, load (runnable processes in the last minute), GPUs and torch version."""
     import torch
 
     gpus = []

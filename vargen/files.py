@@ -33,7 +33,7 @@ def expand_user(path: str | Path, name: str = "path") -> Path:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path of the same file name; the file written to it replaces `path` only if the block succeeds."""
+    """Yield a temporary path; the file written to it replaces `path` if the block succeeds."""
     with _scratch_folder(path) as scratch:
         temporary = scratch / path.name
         yield temporary
@@ -106,7 +106,7 @@ def _network_of(name: str) -> tuple[str, str] | None:
 
 @contextmanager
 def disk_errors(output: Path) -> Iterator[None]:
-    """Convert a full-disk error in the block, from any library, to one that names `output`, of which nothing may be left."""
+    """Convert a full-disk error in the block, from any library, to one that names `output`."""
     try:
         yield
     except Exception as error:

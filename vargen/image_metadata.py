@@ -1,4 +1,4 @@
-"""Parameters in PNG files: as JSON in the text chunk `vargen`, and in the `parameters` chunk that other programs show."""
+"""Parameters in PNG files: the text chunk `vargen` of JSON, and `parameters` for other programs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def png_file(image: Image.Image, parameters: Mapping[str, Any]) -> bytes:
 
 
 def describe_parameters(parameters: Mapping[str, Any], size: tuple[int, int] | None = None) -> str:
-    """Return parameters as other image programs write and show them: the prompt, the negative prompt, one line of values."""
+    """Return parameters as other image programs show them: prompts and one line of values."""
     names = {
         "Sampler": "accelerator", "CFG scale": "guidance_scale", "Seed": "seed", "Model": "model", "Model hash": "model_digest",
         "Temperature": "temperature", "Top-k": "top_k", "Top-p": "top_p", "Denoising strength": "strength",

@@ -1,4 +1,4 @@
-"""Specifications: lists, `name:key=value,...` and `module:name` are parsed, and parts of methods described in plain values."""
+"""Specifications: lists, `name:key=value,...`, `module:name`, and parts of methods in plain values."""
 
 from __future__ import annotations
 

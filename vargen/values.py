@@ -1,4 +1,4 @@
-"""Values given by a caller: numbers, names, and the sampling options, which validation, commands, page and documentation share.
+"""Values given by a caller: numbers, names, and the sampling options of a call.
 
 Does not import torch, so that `vargen --help` is fast.
 """
@@ -17,7 +17,7 @@ _LONGEST = 100  # maximum length of a quoted value, in characters
 
 
 def parse_float(value: Any) -> float | None:
-    """Return a finite real number of Python or NumPy as a float; None for anything else, including True, NaN and 10**400."""
+    """Return a finite real number of Python or NumPy as a float; None for anything else, even True."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     try:
@@ -127,7 +127,7 @@ def number_field(default: Any, least: float, most: float = math.inf, **options: 
 
 
 def validate_fields(instance: Any) -> None:
-    """Check the fields of a dataclass that `number_field` made or that are bool, and convert NumPy numbers to plain ones."""
+    """Check the bool fields of a dataclass and those of `number_field`, which become plain numbers."""
     for each in fields(instance):
         if each.type in ("bool", bool) and each.init and not isinstance(value := getattr(instance, each.name), bool):
             raise TypeError(f"{each.name} must be True or False, got {short_repr(value)}")

@@ -68,7 +68,7 @@ def list_shapes(tensors: Mapping[str, Any]) -> Shapes:
 
 
 def validate_weights(found: WeightHeader, expected: Shapes, where: str, dtypes: Mapping[str, str] | None = None) -> None:
-    """Raise ValueError unless the tensors are exactly the `expected` ones, in usable dtypes; see `validate_dtypes`."""
+    """Raise ValueError unless the tensors are exactly the `expected` ones, in usable dtypes."""
     validate_shapes(list_shapes(found), expected, where)
     validate_dtypes(found, where, dtypes)
 

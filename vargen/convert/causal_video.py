@@ -1,8 +1,7 @@
 """Conversion of causal video models with Wan2.1's layout, such as Self-Forcing, to a folder for `CausalVideoPipeline`.
 
-Distilled models of one layout differ in the frames of a block, the noise levels, and the attention window. Weights do not tell
-these settings, so published checkpoints are recognized by their file names. Those that run another algorithm are refused.
-docs/models.md lists them with their licenses.
+Weights do not tell the frames of a block, noise levels and attention window, so published checkpoints are recognized by their
+file names, and those that run another algorithm are refused (docs/models.md).
 """
 
 from __future__ import annotations

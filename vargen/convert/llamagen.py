@@ -1,7 +1,6 @@
 """Conversion of official LlamaGen files, a transformer and its image tokenizer, to a folder for `LlamaGenPipeline`.
 
-The files do not describe their networks: sizes are inferred from the shapes, and what shapes do not determine (heads,
-grid) comes from the official table, the file name or the caller.
+Sizes are inferred from the shapes; heads and grid come from the official table, the file name or the caller.
 """
 
 from __future__ import annotations

@@ -222,10 +222,7 @@ def require_inputs(**inputs: Path | None) -> None:
 def write_image_model(
     folder: Path, pipeline: str, parts: Mapping[str, Any], defaults: Mapping[str, Any], id2label: Path | None
 ) -> None:
-    """Write the components and the index of an image model, for a pipeline's class name.
-
-    The defaults of sampling are stored without a top-k that exceeds the vocabulary.
-    """
+    """Write components and index of an image model; `defaults` without a top-k that exceeds the vocabulary."""
     config = parts["transformer"].config
     labels = None if id2label is None else read_labels(id2label, config.num_classes)
     for name, part in parts.items():

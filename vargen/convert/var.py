@@ -1,7 +1,4 @@
-"""Conversion of official VAR or CoDe files, a transformer and its image tokenizer, to a folder for `VARPipeline`.
-
-The files do not describe their networks: all sizes, and the resolution, are inferred from the shapes.
-"""
+"""Conversion of official VAR or CoDe files, whose sizes are inferred from shapes."""
 
 from __future__ import annotations
 

@@ -52,10 +52,7 @@ _ORIGINAL_NAMES = (
 
 
 def to_original_names(state: State, file: Path) -> State:
-    """Return the weights under their original names, whichever of the two naming schemes the file uses.
-
-    Prefixes and the heads of adversarial training are removed.
-    """
+    """Return the weights under their original names, of either naming scheme, without adversarial heads."""
     bare = {re.sub(r"^(model\.)?(diffusion_model\.)?", "", name): value for name, value in state.items()}
     state = {name: value for name, value in bare.items() if not name.startswith(_CRITIC_HEADS)}
     for pattern, reason in _EXTRAS.items():
@@ -68,12 +65,7 @@ def to_original_names(state: State, file: Path) -> State:
 
 
 def read_transformer(files: Sequence[Path], averaged: bool) -> State:
-    """Read the weights of a transformer under their original names.
-
-    Args:
-        files: parts of one model.
-        averaged: whether averaged (EMA) weights are preferred where a file has both.
-    """
+    """Read the weights of a transformer from its parts, averaged (EMA) ones if preferred."""
     state: State = {}
     for file in files:
         part = read_checkpoint(file, _PLACES if averaged else _PLACES[::-1])
@@ -84,11 +76,7 @@ def read_transformer(files: Sequence[Path], averaged: bool) -> State:
 
 
 def detect_transformer(state: State, file: Path, heads: int | None = None, head_dim: int = HEAD_DIM) -> dict[str, Any]:
-    """Infer the arguments of `CausalVideoTransformer` from a state dict with original names.
-
-    Args:
-        heads: number of attention heads. Default: the width divided by `head_dim`.
-    """
+    """Infer the arguments of `CausalVideoTransformer`; `heads`: by default the width over `head_dim`."""
     shape = partial(require_shape, state, file, _KIND)
     dim, channels, _, _, patch = shape("patch_embedding.weight", 5)
     if channels not in LATENTS:
@@ -121,7 +109,7 @@ def resolve_latent_size(size: tuple[int, int] | None, channels: int, patch: int)
 
 
 def read_wan_parts(folder: Path) -> dict[str, Any]:
-    """Return `vae`, `text_encoder` and `tokenizer` of a folder of Wan in diffusers' format, checked; no weight is read."""
+    """Return `vae`, `text_encoder` and `tokenizer` of a folder of Wan, by their headers."""
     for name in ("vae", "text_encoder", "tokenizer"):
         if not (folder / name).is_dir():
             wanted = "a folder of Wan in diffusers' format, such as Wan2.1-T2V-1.3B-Diffusers"

@@ -1,11 +1,8 @@
 """Scorers of an `ImageTextModel`: a small image encoder paired with a text encoder. The packaged scorer is one of them.
 
-A scorer's folder holds `config.json` and weights of an `ImageTextModel`, either at its top or, as training writes them, in
-`scorer/`. It may also hold `text_encoder/`, `tokenizer/` and a `scorer.json`:
-
-    {"text_encoder": "emoji", "captions": ["a red apple", ...]}
-
-which names the packaged model whose text encoder was used in training, and the fixed captions that scores are relative to.
+A scorer's folder holds `config.json` and weights of an `ImageTextModel`, at its top or, as training writes them, in `scorer/`.
+It may hold `text_encoder/`, `tokenizer/` and a `scorer.json`, `{"text_encoder": "emoji", "captions": ["a red apple", ...]}`,
+with the packaged model whose text encoder was used in training, and the fixed captions that scores are relative to.
 """
 
 from __future__ import annotations
@@ -76,10 +73,7 @@ class ImageTextScorer(BatchedScorer):
             self.baseline_embeddings = self.embed_captions(captions) if captions else None
 
     def embed_captions(self, texts: Sequence[str]) -> Tensor:
-        """Return unit vectors `[len(texts), E]`; their cosine similarity with an image's vector measures the match.
-
-        Features of tokens are averaged as in the training of the sentence encoder.
-        """
+        """Return unit vectors `[len(texts), E]` of texts, whose features of tokens are averaged as in training."""
         means = []
         options = {"padding": True, "truncation": True, "max_length": _LONGEST, "return_tensors": "pt"}
         for start in range(0, len(texts), _AT_ONCE):

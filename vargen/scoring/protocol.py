@@ -1,7 +1,6 @@
 """The scorer interface: images and their prompts in, one number per image out.
 
-All scores pass through `score_images` or `BatchedScorer`, so that a NaN, a missing score or a missing prompt is an error,
-whatever the scorer, and never reaches a table.
+All scores pass through `score_images` or `BatchedScorer`: a NaN, a missing score or prompt is an error, and never in a table.
 """
 
 from __future__ import annotations
@@ -164,11 +163,7 @@ def to_tensor(images: Images) -> Tensor:
 
 
 def require_local_file(path: Any, argument: str, what: str, how: str) -> Path:
-    """Return `path` if the file or folder exists, else raise FileNotFoundError.
-
-    Args:
-        argument: name of the option. what: description of the weights. how: how to get them.
-    """
+    """Return `path` if it exists; else FileNotFoundError names the `argument`, and how to get it."""
     found = None if path is None else expand_user(path, argument)
     if found is None or not found.exists():
         missing = "is not given" if found is None else f"{str(path)!r} does not exist"
