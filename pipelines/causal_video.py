@@ -134,8 +134,6 @@ class CausalVideoPipeline(VisualPipeline):
         generator: torch.Generator | None = None,
         prompt_embeds: Tensor | None = None,
         callback: Callable[[BlockProgress], bool | None] | None = None,
-        clean_prompt: bool = False,
-        profile: bool = False,
     ) -> BlockStream:
         """Return an iterator over the blocks of a video, each of which is generated on demand.
 
@@ -160,8 +158,6 @@ class CausalVideoPipeline(VisualPipeline):
             generator: source of all noise.
             prompt_embeds: text features `[1, P, text_dim]` instead of a prompt; not for methods that score.
             callback: called with a `BlockProgress` after every pass; returning False ends the video.
-            clean_prompt: see `ImagePipeline`.
-            profile: see `decode_video`.
         """
         self.check_inputs()
         given: dict[str, Any] = {"num_blocks": num_blocks, "window": window, "sinks": sinks}
@@ -178,7 +174,7 @@ class CausalVideoPipeline(VisualPipeline):
             raise TypeError(f"preview_decoder must be an object with decode_block, got {short_repr(preview_decoder)}")
         if window is not None:
             require_int("window", window, self.transformer.geometry.block_frames + (sinks or 0))
-        condition = self.encode_video_condition(prompt, prompt_embeds, clean_prompt)
+        condition = self.encode_video_condition(prompt, prompt_embeds)
         if method.policy.needs_scores and prompt is None:
             raise ValueError(f"accelerator {method.name!r} scores drafts with the prompt: give prompt, not prompt_embeds")
         frame_scorer = self.resolve_frame_scorer(scorer) if method.policy.needs_scores else None
@@ -195,7 +191,6 @@ class CausalVideoPipeline(VisualPipeline):
             score=None if frame_scorer is None else frame_scorer.bind(self.scorer_prompt(str(prompt))),
             given=start,
             callback=callback,
-            profile=profile,
             router=self._bind_router(method),
         )
         stream.stats.seed = seeds.seeds[0]
@@ -303,14 +298,16 @@ class CausalVideoPipeline(VisualPipeline):
         """See `VisualPipeline.normalize_prompt`. Prompts are cleaned first, if the text encoder was trained so."""
         return super().normalize_prompt(self.settings.clean(prompt))
 
-    def encode_video_condition(self, prompt: Any, prompt_embeds: Any = None, clean: bool = False) -> Condition:
+    def encode_video_condition(self, prompt: Any, prompt_embeds: Any = None) -> Condition:
         """Return the condition of one video."""
         if prompt_embeds is not None:
             width = self.transformer.config.text_dim
             if prompt is not None or not isinstance(prompt_embeds, Tensor) or prompt_embeds.shape[::2] != (1, width):
                 raise ValueError(f"prompt_embeds must be a tensor [1, P, {width}] and come without prompt")
             return Condition(caption_embeds=prompt_embeds.to(self._execution_device))
-        embeds, mask = self.encode_prompt(validation.validate_one_prompt(prompt, "prompt"), clean)
+        if len(prompts := validation.validate_prompts(prompt)) != 1:
+            raise ValueError(f"prompt must be one for a video, got {len(prompts)}")
+        embeds, mask = self.encode_prompt(prompts)
         return Condition(caption_embeds=embeds[:, mask[0]], caption_mask=mask[:, mask[0]])
 
     def encode_empty_caption(self) -> Condition:

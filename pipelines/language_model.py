@@ -109,7 +109,13 @@ class LanguageModelPipeline(NextTokenPipeline):
         for each in described[1:]:
             described[0].validate_draft(each)
         kind = torch_dtype or dtype or loading.default_dtype(folders[0], place)
-        models = [_load(each, kind, place, options if number == 0 else {}) for number, each in enumerate(stored)]
+        models = []
+        for each, given in zip(stored, (options, {}), strict=False):
+            moves = given.get("device_map") is None  # else options of transformers place it
+            if moves and (each.is_quantized or given.get("quantization_config") is not None):  # cannot be moved later
+                given, moves = {**given, "device_map": {"": place}}, False
+            model = each.load(kind, **given)
+            models.append(model.to(place).eval() if moves else model.eval())
         pipe = cls(models[0], processor, models[1] if models[1:] else None, size, negative_format)
         pipe.folder = folders[0]
         if heads := list_heads(folders[0]):
@@ -248,15 +254,6 @@ def _read_folder(
     except Exception as error:  # from a value that its class does not validate
         raise ValueError(f"{file} does not describe a {found}: {one_line(error)}") from error
     return stored, described
-
-
-def _load(stored: StoredNetwork, dtype: torch.dtype, place: torch.device, options: dict[str, Any]) -> Any:
-    """Read the weights of a model and move it to its place, unless options of transformers place it."""
-    moves = options.get("device_map") is None
-    if moves and (stored.is_quantized or options.get("quantization_config") is not None):  # cannot be moved later
-        options, moves = {**options, "device_map": {"": place}}, False
-    model = stored.load(dtype, **options)
-    return model.to(place).eval() if moves else model.eval()
 
 
 def list_heads(folder: Path) -> list[str]:

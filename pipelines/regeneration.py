@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,13 +61,8 @@ def describe_environment(pipe: VisualPipeline) -> dict[str, Any]:
         "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
         **({"quantization": quantization} if quantization else {}),
         "processor": f"{device.type} {processor}",
-        "versions": _list_versions(),
+        "versions": {name: installed_version(name) for name in ("vargen", "torch", "diffusers", "transformers")},
     }
-
-
-@cache
-def _list_versions() -> dict[str, str | None]:
-    return {name: installed_version(name) for name in ("vargen", "torch", "diffusers", "transformers")}
 
 
 def _model_title(folder: Path) -> str:
@@ -216,14 +211,11 @@ def explain_difference(parameters: Mapping[str, Any], here: Mapping[str, Any]) -
         "processor, whose float32 sums round differently": "processor",
         "torch version": "torch",
     }
-    there, own = ({"quantization": "none", **each, "torch": _torch_of(each)} for each in (parameters, here))
+    there, own = ({"quantization": "none", **each} for each in (parameters, here))
+    for each in (there, own):
+        each["torch"] = each["versions"].get("torch") if isinstance(each.get("versions"), Mapping) else None
     return tuple(
         f"Another {what}: {there[name]} there, {own[name]} here."
         for what, name in facts.items()
         if there.get(name) is not None and own.get(name) is not None and there[name] != own[name]
     )
-
-
-def _torch_of(parameters: Mapping[str, Any]) -> Any:
-    versions = parameters.get("versions")
-    return versions.get("torch") if isinstance(versions, Mapping) else None

@@ -205,11 +205,6 @@ class StoredPipeline(DiffusionPipeline):
         for name, network in self._networks().items():
             require_weights(network, action, name)
 
-    def maybe_free_model_hooks(self) -> None:
-        """As in diffusers, which looks at all components even where none is offloaded."""
-        if getattr(self, "_all_hooks", None):
-            super().maybe_free_model_hooks()
-
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """As in diffusers; refused while weights are offloaded layer by layer, as hooks would undo it."""
         self._require_weights("moved or cast")

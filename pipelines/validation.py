@@ -103,10 +103,3 @@ def validate_seed(seed: Any, images: int) -> int:
 def validate_batch_size(batch: Any, name: str = "batch") -> int:
     """Raise ValueError unless it is a whole number of images from 1 to `MAX_IMAGES`."""
     return require_int(name, batch, 1, MAX_IMAGES)
-
-
-def validate_one_prompt(prompt: Any, name: str) -> str:
-    """Return the prompt of a video, which may be the only one of a list."""
-    if len(prompts := validate_prompts(prompt, name)) != 1:
-        raise ValueError(f"{name} must be one for a video, got {len(prompts)}")
-    return prompts[0]

@@ -30,6 +30,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("VARGEN_CACHE") or Path.home() / ".cache" / "vargen")
 
 
+@functools.cache
 def installed_version(distribution: str) -> str | None:
     """Return the version of an installed distribution, without importing it; None without one."""
     from importlib.metadata import PackageNotFoundError, version  # importing it takes longer than the rest of this module

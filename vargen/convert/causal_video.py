@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from vargen.convert.state_dicts import (
-    State,
     build_network,
     describe_network,
     require_equal,
@@ -118,16 +117,29 @@ def convert_causal_video(
             drafting = read_transformer(draft, not no_ema)
             head_dim = config["dim"] // config["num_heads"]
             draft_config = config | detect_transformer(drafting, draft[0], head_dim=head_dim)
-            _validate_pair(draft_config, draft[0], config, file)
+            frames = (_find(draft[0], PUBLISHED) or {}).get("block_frames", config["block_frames"])
+            require_equal(
+                f"draft {draft[0]} and transformer {file}",
+                ("latent frames per block", frames, config["block_frames"]),
+                ("latent channels", draft_config["channels"], config["channels"]),
+                ("columns of text features", draft_config["text_dim"], config["text_dim"]),
+            )
             defaults |= _draft_defaults(draft[0], draft_steps, defaults)
-            if not _same_weights(drafting, state):
+            kinds_of = [{name: (part.dtype, part.shape) for name, part in each.items()} for each in (drafting, state)]
+            if kinds_of[0] != kinds_of[1] or not all(torch.equal(drafting[name], state[name]) for name in state):
                 networks["draft_transformer"] = (draft_config, drafting, draft[0])
             elif "draft_steps" not in defaults:
                 raise ValueError(f"draft {draft[0]} holds the weights of the transformer: give draft_steps")
         for arguments, weights, source in networks.values():
             describe_network(CausalVideoTransformer, arguments, weights, source)
         parts = read_wan_parts(wan)
-        _validate_parts(parts, config, wan, file)
+        vae, text = parts["vae"].config, parts["text_encoder"].config
+        require_equal(
+            f"wan {str(wan)!r} and transformer {file}",
+            ("latent channels, of which Wan2.1 has 16 and Wan2.2-TI2V-5B 48", vae["z_dim"], config["channels"]),
+            ("pixels per latent position", vae["scale_factor_spatial"], config["spatial_stride"]),
+            ("columns of text features", text.d_model, config["text_dim"]),
+        )
         import transformers  # takes seconds
 
         names = ("UMT5EncoderModel", parts["tokenizer"].class_name)
@@ -181,32 +193,6 @@ def _draft_defaults(file: Path, draft_steps: str | None, defaults: Mapping[str, 
         raise ValueError(f"draft {file} and transformer differ in whether timesteps are warped: give draft_steps")
     steps = parse_steps(published.get("steps", _STEPS), "steps")
     return {} if steps == defaults["steps"] else {"draft_steps": steps}
-
-
-def _same_weights(a: State, b: State) -> bool:
-    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
-
-
-def _validate_pair(draft: Mapping[str, Any], draft_file: Path, config: Mapping[str, Any], file: Path) -> None:
-    """Raise ValueError unless two transformers exchange latents and take the same text features."""
-    published = _find(draft_file, PUBLISHED) or {}
-    require_equal(
-        f"draft {draft_file} and transformer {file}",
-        ("latent frames per block", published.get("block_frames", config["block_frames"]), config["block_frames"]),
-        ("latent channels", draft["channels"], config["channels"]),
-        ("columns of text features", draft["text_dim"], config["text_dim"]),
-    )
-
-
-def _validate_parts(parts: Mapping[str, Any], config: Mapping[str, Any], wan: Path, file: Path) -> None:
-    """Raise ValueError unless a transformer takes the latents and text features of the other parts."""
-    vae, text = parts["vae"].config, parts["text_encoder"].config
-    require_equal(
-        f"wan {str(wan)!r} and transformer {file}",
-        ("latent channels, of which Wan2.1 has 16 and Wan2.2-TI2V-5B 48", vae["z_dim"], config["channels"]),
-        ("pixels per latent position", vae["scale_factor_spatial"], config["spatial_stride"]),
-        ("columns of text features", text.d_model, config["text_dim"]),
-    )
 
 
 def _find(file: Path, table: Mapping[str, Any]) -> Any:
