@@ -21,9 +21,7 @@ from vargen.models.guidance import Guidance
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.images import (
-    FixedTokens,
     ImagePipelineOutput,
-    InpaintSource,
     validate_decode_arguments,
     validate_source,
 )
@@ -168,7 +166,6 @@ class ImagePipeline(VisualPipeline):
         guidance, sampling = self.resolve_sampling(
             guidance_interval, guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p
         )
-        validation.validate_num_images(num_images_per_prompt, 1, num_candidates)
         condition, num_prompts = self.encode_condition(
             prompt,
             class_labels=class_labels,
@@ -268,10 +265,6 @@ class ImagePipeline(VisualPipeline):
         ]
         log_probs, plain = (torch.cat(parts) for parts in zip(*found, strict=True))
         return log_probs, plain
-
-    def _encode_source(self, source: InpaintSource, num_prompts: int, images: int) -> FixedTokens:
-        """Encode source images to the tokens that are not regenerated, one row per image."""
-        raise NotImplementedError
 
 
 class NextTokenPipeline(ImagePipeline):

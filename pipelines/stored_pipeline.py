@@ -38,9 +38,6 @@ class StoredPipeline(DiffusionPipeline):
     prompt_names: PromptNames | None = None
     folder: Any = None
 
-    def _init_calls(self) -> None:
-        """Create what calls use beside the components."""
-
     def __init__(self, *components: Any, prompt_names: Any = None, **named: Any):
         """Validate and register components, by name or in the order of the family, and stored values."""
         known = self.family.components

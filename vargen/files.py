@@ -64,32 +64,34 @@ def atomic_folder(output: Path) -> Iterator[Path]:
     target = expand_user(output, "output").resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{output} exists and is not empty; choose another folder, or delete it")
-    with disk_errors(output), _scratch_folder(target) as scratch:
-        new = scratch / "new"
-        new.mkdir()  # unlike mkdtemp, mkdir follows the umask
-        yield new
-        if target.exists():
-            target.rmdir()
-        os.replace(new, target)
+    with disk_errors(output), atomic_merge(target) as folder:
+        yield folder
 
 
 @contextmanager
 def atomic_merge(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder whose files replace those in `folder`, one by one, if the block succeeds; otherwise none is.
+    """Yield an empty folder that becomes `folder` if the block succeeds, or whose files replace those in it one by one.
 
     Other files in `folder` are kept, except for weights in a file or shards of a network that was written again.
     """
     target = folder.resolve()
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(f"{target} is not a folder, and nothing can be written in it")
-    with _scratch_folder(target) as new:
+    with _scratch_folder(target) as scratch:
+        new = scratch / "new"
+        new.mkdir()  # unlike mkdtemp, mkdir follows the umask
         yield new
+        if target.exists() and not any(target.iterdir()):
+            target.rmdir()
+        if not target.exists():
+            if any(new.iterdir()):  # an empty model folder would look like a model
+                os.replace(new, target)
+            return
         for place, _, names in os.walk(new):
             goal = target / Path(place).relative_to(new)
             if goal.is_symlink() and goal != target:  # to what belongs to another model
                 goal.unlink()
-            if names:
-                goal.mkdir(parents=True, exist_ok=True)
+            goal.mkdir(exist_ok=True)
             for name in names:
                 os.replace(Path(place, name), goal / name)
             written = {_network_of(name) for name in names} - {None}
