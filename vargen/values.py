@@ -143,14 +143,12 @@ class Option:
     Attributes:
         name: of the argument.
         help: short description for users.
-        off_value: the value that has no effect.
         range: allowed values.
         slider: minimum, maximum and step of a page control; a control that cannot express None uses 0 for it.
     """
 
     name: str
     help: str
-    off_value: float | None
     range: NumberRange
     slider: tuple[float, float, float]
 
@@ -167,28 +165,24 @@ OPTIONS: dict[str, Option] = {
         Option(
             "guidance_scale",
             help="how closely to follow the prompt; 1 turns guidance off",
-            off_value=1.0,
             range=NumberRange(0.0, 1000.0),  # far beyond any use; float32 logits still hold it, unlike 1e38
             slider=(0, 20, 0.1),
         ),
         Option(
             "temperature",
             help="randomness of sampling; 0 always takes the most probable token",
-            off_value=1.0,
             range=NumberRange(0.0),
             slider=(0, 2, 0.05),
         ),
         Option(
             "top_k",
             help="number of most probable tokens kept; 0 keeps all",
-            off_value=None,
             range=NumberRange(0, is_integer=True, optional=True),
             slider=(0, 2**20, 1),
         ),
         Option(
             "top_p",
             help="total probability of the most probable tokens kept; 1 keeps all",
-            off_value=1.0,
             range=NumberRange(0.0, 1.0, open_below=True),
             slider=(0.01, 1, 0.01),
         ),
