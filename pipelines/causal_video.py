@@ -209,7 +209,7 @@ class CausalVideoPipeline(VisualPipeline):
         callback_on_step_end_tensor_inputs: list[str] | None = None,
         **options: Any,
     ) -> CausalVideoPipelineOutput | tuple[Any]:
-        """Generate a video, or one per prompt of a list, one by one: memory does not grow with the length of the list.
+        """Generate a video, or one per prompt of a list, one by one.
 
         Args:
             prompt: text of the video, or a list with one text per video.
@@ -295,7 +295,7 @@ class CausalVideoPipeline(VisualPipeline):
         return merged
 
     def normalize_prompt(self, prompt: str) -> NormalizedPrompt:
-        """See `VisualPipeline.normalize_prompt`. Prompts are cleaned first, if the text encoder was trained so."""
+        """As in `VisualPipeline`, of a prompt cleaned as the text encoder was trained."""
         return super().normalize_prompt(self.settings.clean(prompt))
 
     def encode_video_condition(self, prompt: Any, prompt_embeds: Any = None) -> Condition:

@@ -144,7 +144,7 @@ class ModelFamily:
         return found
 
     def check(self, configs: Mapping[str, Any], id2label: Any = None, defaults: Any = None, prompt_styles: Any = None) -> None:
-        """Check that configurations by component (None for a missing one) match, and the values stored with them."""
+        """Check that configurations by component match, and the values stored with them."""
         transformer = configs.get("transformer") or {}
         condition = transformer.get("condition", "")
         self.check_defaults(defaults, transformer)
@@ -170,7 +170,7 @@ class ModelFamily:
 
 
 def _check_labels(id2label: Any, num_classes: int | None) -> None:
-    """Raise ValueError unless it is None or a mapping from class numbers (also as strings, as in JSON) to names."""
+    """Raise ValueError unless class numbers, also as strings, map to names."""
     most = None if num_classes is None else num_classes - 1
     for key, name in id2label.items() if isinstance(id2label, Mapping) else [] if id2label is None else [(id2label, None)]:
         number = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10 else key

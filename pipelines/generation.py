@@ -238,7 +238,7 @@ class ImagePipeline(VisualPipeline):
     def _select_candidates(
         self, result: DecodeOutput, request: ImageRequest, scorer: Scorer, prompts: Sequence[str]
     ) -> DecodeOutput:
-        """Return the rows of the best candidates, one per image; equally many are grouped for each of `prompts`."""
+        """Return the best candidate of each image; equally many belong to each of `prompts`."""
         count, stats = request.num_candidates, result.stats
         pixels = self.decode_tokens(result.tokens, result.length if stats.stopped else None, "pt")
         repeated = [prompt for prompt in prompts for _ in range(len(pixels) // len(prompts))]
@@ -312,7 +312,7 @@ class NextTokenPipeline(ImagePipeline):
 
 
 def _join_outputs(parts: list[DecodeOutput], images: int) -> DecodeOutput:
-    """Join the outputs of consecutive rows; rows that are missing because a callback stopped the call are empty."""
+    """Join the outputs of consecutive rows; rows after a stop are empty."""
     tokens, length = torch.cat([part.tokens for part in parts]), torch.cat([part.length for part in parts])
     tokens, length = (torch.cat([x, x.new_zeros(images - len(x), *x.shape[1:])]) for x in (tokens, length))
     return DecodeOutput(tokens, length, DecodeStats.merge([part.stats for part in parts]))

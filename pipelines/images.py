@@ -240,7 +240,7 @@ def _at_least_half(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class FixedTokens:
-    """Tokens of source images that are not regenerated: coarse scales, and the kept (unmasked) area of finer ones.
+    """Tokens of source images that are kept: coarse scales, and the unmasked area of finer ones.
 
     For the area, it quantizes the difference between the source image's latent and the latent generated so far, instead of the
     source image itself, because coarse generated tokens overlap the area and their error must be corrected at finer scales.
@@ -259,7 +259,7 @@ class FixedTokens:
 
     @classmethod
     def build(cls, quantizer: MultiScaleQuantizer, latent: Tensor, mask: Tensor | None, num_scales: int) -> FixedTokens:
-        """Build it from the number of kept scales and a mask, bool `[B, 1, Y, X]`, True in the area to regenerate."""
+        """Build it from the number of kept scales and a mask, bool `[B, 1, Y, X]`, True where regenerated."""
         area = None
         if mask is not None:
             area = 1 - F.max_pool2d(mask.to(latent.device, torch.float32), mask.shape[-1] // latent.shape[-1])

@@ -1,4 +1,4 @@
-"""Pipeline around an image language model of transformers, in memory or in a folder. B images, N tokens of the grid."""
+"""Pipeline around an image language model of transformers. B images, N tokens of the grid."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class LanguageModelPipeline(NextTokenPipeline):
         return heads
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """Write the model and its processor as a folder of transformers, and each draft head in a subfolder of its name.
+        """Write a folder of transformers, with each draft head in a subfolder of its name.
 
         `open_pipeline` opens it with its draft heads. A draft model is not saved.
 
@@ -262,7 +262,7 @@ def list_heads(folder: Path) -> list[str]:
 
 
 def _read_heads(target: TransformersTokenModel, *names: Any) -> dict[str, NetworkFolder]:
-    """Check the draft heads in folders of training runs or of saved networks; returns them by component name."""
+    """Return the draft heads in folders of training runs or of saved networks, by component name."""
     if not target.has_features:
         raise ValueError("drafter must wait until the model is loaded without offloading, whose hooks hide its features")
     known, family = target.description, LlamaGenPipeline.family

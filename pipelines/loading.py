@@ -83,7 +83,7 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
 
 
 def inspect_model(name: Any) -> VisualPipeline:
-    """Return the pipeline of a model without weights: its networks are on the meta device, so it cannot generate."""
+    """Return the pipeline of a model without weights, with networks on the meta device."""
     folder = locate_folder(name, {})
     return find_pipeline_class(folder).inspect(folder)
 
@@ -121,7 +121,7 @@ class ModelFolder:
 
 
 def read_model_folder(name: Any, family: ModelFamily, options: Mapping[str, Any] | None = None) -> ModelFolder:
-    """Find a model by name, folder or Hub id, and check its files; `options` are arguments of `from_pretrained`."""
+    """Find a model and check its files; `options` are arguments of `from_pretrained`."""
     options = options or {}
     check_options(options, family)
     path = locate_folder(name, options)
@@ -206,7 +206,7 @@ def load_components(
     quantization: str | None,
     given: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Read the weights of a folder's components, and return these with the ones that the caller passes, by name.
+    """Read the weights of components, and return these with the ones that the caller passes.
 
     Args:
         dtype: of the components that follow it, or a dict of dtypes by component (`"default"` for those not named), as in

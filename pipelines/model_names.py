@@ -1,4 +1,4 @@
-"""Where a model is: a packaged one, a folder, or a repository of the hub in any of the forms that people copy."""
+"""Where a model is: packaged, in a folder, or on the hub by any name that people copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts to conditions: names of emoji, cleaned captions, left-padded text features as LlamaGen was trained with."""
+"""Prompts to conditions: names of emoji, cleaned captions, left-padded text features."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def describe_unread_text(tokenizer: Any, prompt: str, rows: int, english: bool =
 
 
 def clean_caption(text: str) -> str:
-    """Apply the DeepFloyd caption cleaner (of diffusers) twice, as in the training of LlamaGen's text models."""
+    """Apply diffusers' DeepFloyd caption cleaner twice, as in the training of LlamaGen."""
     try:
         import bs4  # noqa: F401
         import ftfy  # noqa: F401
@@ -251,7 +251,7 @@ class PromptNames:
         return re.compile(rf"({known}){_COMBINING}(\s*(?={known}))?")
 
     def apply(self, text: str) -> NormalizedPrompt:
-        """Replace sequences in `text` by their names, longest match first; names in a row are separated by commas."""
+        """Replace sequences in `text` by their names, longest match first."""
         names: dict[str, str] = {}
 
         def replace_one(match: re.Match[str]) -> str:

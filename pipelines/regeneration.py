@@ -143,7 +143,7 @@ def _is_known(method: Any) -> bool:
 
 
 def _pick(given: Any, number: int, images: int) -> Any:
-    """Return the value for an image: the only one, or of a list whose values each belong to equally many images."""
+    """Return the value for an image: the only one, or of a list of values for equally many images."""
     return given[number * len(given) // images] if isinstance(given, list | tuple) else given
 
 

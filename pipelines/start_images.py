@@ -1,4 +1,4 @@
-"""Start images of videos: given ones, or ones that an image model generates from the prompt without its motion."""
+"""Start images of videos: given, or generated from the prompt without its motion."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PREPOSITION = r"(?:on|in|at|to|into|from|over|under|with)\b"  # what is left of
 
 
 def remove_motion(prompt: str, motions: Sequence[str]) -> str | None:
-    """Return a prompt without its motion, such as "a pizza" for "a quickly bouncing pizza" or "a pizza that bounces".
+    """Return a prompt without its motion: "a pizza" for "a quickly bouncing pizza".
 
     The result is None if it has none of `motions`, phrases such as "bouncing" and "bounces", or names nothing else.
     """
@@ -35,7 +35,7 @@ def remove_motion(prompt: str, motions: Sequence[str]) -> str | None:
 
 
 def find_image_model(pipe: Any, name: str | None = None) -> VisualPipeline | None:
-    """Return the pipeline, without weights, of the image model that generates start images; None if there is none.
+    """Return the image model that generates start images, without weights; None if there is none.
 
     Args:
         pipe: of the videos. name: a packaged model or a folder; None for the one in the model's settings, `"none"` for none.

@@ -75,7 +75,7 @@ def _class_number(label: Any, num_classes: int, id2label: dict[int, str]) -> int
 
 
 def validate_num_images(num_images_per_prompt: Any, prompts: int, candidates: int = 1) -> int:
-    """Return the count as an int. Raises ValueError if it is below 1 or the call would exceed `MAX_IMAGES` images."""
+    """Return the count; ValueError if it is below 1 or the call has over `MAX_IMAGES` images."""
     count = require_int("num_images_per_prompt", num_images_per_prompt, 1)
     if count * prompts * candidates > MAX_IMAGES:
         found = f"{prompts} prompts x {short_repr(count)}" + (f" x {candidates} candidates" if candidates > 1 else "")

@@ -1,4 +1,4 @@
-"""`VARPipeline`: text or class to image, scale by scale, with a VAR transformer and its multi-scale tokenizer."""
+"""`VARPipeline`: text or class to image, scale by scale."""
 
 from __future__ import annotations
 

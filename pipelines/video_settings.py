@@ -59,7 +59,7 @@ class VideoSettings:
 
     @classmethod
     def read(cls, defaults: Any, transformer: Any = None) -> VideoSettings:
-        """Return the settings of a checkpoint; None selects the usual value. Raises ValueError for an invalid one."""
+        """Return the settings of a checkpoint; ValueError for an invalid one."""
         try:
             return cls(**{name: value for name, value in (defaults or {}).items() if value is not None})
         except (ValueError, TypeError, AttributeError) as error:

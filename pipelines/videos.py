@@ -34,7 +34,7 @@ def validate_video_path(path: Any, name: str = "path") -> Path:
 
 
 def save_video(frames: Any, path: Any, fps: float, comment: str = "") -> Path:
-    """Write a video file atomically: no partial file is left after an error. GIF and WebP files loop, MP4 needs PyAV.
+    """Write a video file atomically. GIF and WebP files loop, MP4 needs PyAV.
 
     Args:
         frames: PIL images, or numbers in [0, 1] as a NumPy array `[F, Y, X, 3]` or a torch tensor `[F, 3, Y, X]`.
@@ -99,7 +99,7 @@ class CausalVideoPipelineOutput(BaseOutput):
 
 
 def stack_videos(videos: list[list[Tensor]], output_type: str) -> Any:
-    """Concatenate the blocks `[F, ...]` of each video, uint8 for PIL images, and convert them to the output type."""
+    """Join the blocks `[F, ...]` of each video, uint8 for PIL images, in the output type."""
     if output_type == "pil":
         return [[Image.fromarray(frame) for part in parts for frame in part.permute(0, 2, 3, 1).numpy()] for parts in videos]
     whole = [torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float32) for parts in videos]

@@ -1,4 +1,4 @@
-"""Whether passes are captured as CUDA graphs: on a GPU whose first captured passes sampled the tokens of eager ones."""
+"""Whether passes are captured as CUDA graphs: where captured ones sample the tokens of eager ones."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ logger = logging.getLogger("vargen")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 tokenizer_lock = Lock()  # shared by all tokenizers and held for every use of one; see `tokenized`
-# Operators are unregistered when their torch.library.Library is collected, so keep it for the life of the process.
+# Operators are unregistered when their torch.library.Library is collected.
 _declared: list[Any] = []
 
 

@@ -76,7 +76,7 @@ _state = _Threads()
 
 
 def set_threads(count: int | None) -> None:
-    """Fix the number of CPU threads that torch uses, at most the cores of this machine; None changes nothing."""
+    """Fix the number of CPU threads that torch uses; None changes nothing."""
     if count is not None:
         import torch
 

@@ -55,12 +55,12 @@ def describe_parameters(parameters: Mapping[str, Any], size: tuple[int, int] | N
 
 
 def tokens_digest(tokens: torch.Tensor) -> str:
-    """Return sixteen hexadecimal digits that identify the tokens of an image, in generation order, on any machine."""
+    """Return sixteen hexadecimal digits that identify the tokens of an image."""
     return hashlib.sha256(tokens.detach().cpu().reshape(-1).numpy().astype("<i8").tobytes()).hexdigest()[:16]
 
 
 def model_digest(folder: Path) -> str:
-    """Return sixteen hexadecimal digits of a model folder's weights and index; of large files, parts are read."""
+    """Return sixteen hexadecimal digits of a model folder's weights (of large files, parts) and index."""
     digest = hashlib.sha256()
     files = [*folder.rglob("*.safetensors"), *folder.glob("*.json")]
     for file in sorted(file for file in files if file.is_file() and file.name != "training.json"):

@@ -1,4 +1,4 @@
-"""Safe reading of files from users and third parties: regular files only, texts of bounded size, images of raster formats.
+"""Safe reading of files: regular ones only, texts of bounded size, images of raster formats.
 
 Pillow selects the format by a file's first bytes, and passes PostScript to Ghostscript, which executes it. So every image is
 opened here, where only raster formats are allowed.

@@ -28,7 +28,7 @@ def parse_float(value: Any) -> float | None:
 
 
 def parse_int(value: Any, least: int, most: int | None = None) -> int | None:
-    """Return a whole number of Python or NumPy from `least` to `most` as an int; None for anything else, even True and 2.0."""
+    """Return a whole number from `least` to `most` as an int; None for anything else, even True and 2.0."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         return None
     number = int(value)

@@ -1,4 +1,4 @@
-"""Loading and validation of official checkpoint files. Pickles are read weights-only: no code in them is executed."""
+"""Official checkpoint files. Pickles are read weights-only: no code in them is executed."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def build_network(
     file: Path,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Build the network `kind(**config)` with the tensors of `state` as its weights, cast to `dtype` if given."""
+    """Build `kind(**config)` with the tensors of `state` as its weights, cast to `dtype` if given."""
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"dtype must be None, torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
     network = describe_network(kind, config, state, file)
@@ -175,7 +175,7 @@ def build_network(
 
 
 def describe_network(kind: Callable[..., nn.Module], config: dict[str, Any], state: State, file: Path) -> Any:
-    """Return the network `kind(**config)` on the meta device, after comparing names and shapes of its tensors."""
+    """Return `kind(**config)` on the meta device, if names and shapes of its tensors fit."""
     try:
         with torch.device("meta"):
             network = kind(**config)
@@ -232,7 +232,7 @@ def write_image_model(
 
 
 def write_model_index(folder: Path, pipeline: str, parts: Mapping[str, Any], **values: Any) -> None:
-    """Write `model_index.json` as the pipeline's `save_pretrained` does, of components or their classes by name."""
+    """Write `model_index.json` of components or their classes by name."""
     index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": installed_version("diffusers"), **values}
     for name, part in parts.items():
         kind = part if isinstance(part, type) else type(part)

@@ -1,4 +1,4 @@
-"""Frame scores of a block of video: an image scorer applied to each frame, minus a penalty for a jump at the block boundary.
+"""Frame scores of a block of video: of an image scorer, minus a penalty for a jump at the boundary.
 
 The first frame of a block pays for the amount by which its change from the previous frame exceeds the largest within the block.
 

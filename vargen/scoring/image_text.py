@@ -154,7 +154,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _encoder_folder(folder: Path, named: str | Path | None) -> Path:
-    """Return the named folder with text encoder and tokenizer; by default the scorer's own, or that of `emoji`."""
+    """Return the folder with text encoder and tokenizer; by default the scorer's own, or `emoji`."""
     places = [folder, folder.parent, vargen.assets.packaged_model_path(_ENCODER)]
     if named is not None:
         packaged = str(named) in vargen.assets.packaged_models()

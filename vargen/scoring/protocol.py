@@ -40,7 +40,7 @@ class Scorer(Protocol):
 
 
 class BatchedScorer:
-    """Base class of scorers that only have `score_batch`: splits into batches, and validates as `score_images` does.
+    """Base class of scorers by `score_batch`: splits into batches, and validates as `score_images`.
 
     Args:
         name: see `Scorer`. device: where its network runs. batch_size: maximum number of images per batch.
@@ -88,7 +88,7 @@ class NonFiniteScoreError(ValueError):
 
 
 def to_scorer(value: Any, name: str = "") -> Scorer:
-    """Return a scorer as it is, and a function `f(images, prompts)` wrapped as one; TypeError for anything else."""
+    """Return a scorer as it is, and a function `f(images, prompts)` wrapped as one."""
     is_class = isinstance(value, type)
     if isinstance(value, Scorer) and not is_class:
         return value
