@@ -56,22 +56,19 @@ def resolve_class_labels(class_labels: Any, num_classes: int, id2label: dict[int
     if isinstance(class_labels, Tensor | np.ndarray):
         class_labels = class_labels.flatten().tolist()
     labels = [class_labels] if isinstance(class_labels, Integral | str) else class_labels
-    if not isinstance(labels, Sequence) or not labels:
+    listed = labels if isinstance(labels, Sequence) else []
+    if not listed or not all(isinstance(each, Integral | str) and not isinstance(each, bool) for each in listed):
         raise TypeError(f"class_labels must be a class number or name, or a list of them, got {short_repr(class_labels)}")
-    return [_class_number(label, num_classes, id2label or {}) for label in labels]
-
-
-def _class_number(label: Any, num_classes: int, id2label: dict[int, str]) -> int:
-    if isinstance(label, str):
-        numbers = {name.strip().lower(): number for number, names in id2label.items() for name in names.split(",")}
-        if label.strip().lower() in numbers:
-            return numbers[label.strip().lower()]
-        near = difflib.get_close_matches(label.lower(), numbers, n=3)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "give the class number"
-        raise ValueError(f"unknown class name {short_repr(label)}; {hint}")
-    if isinstance(label, bool) or not isinstance(label, Integral):
-        raise TypeError(f"class_labels must hold class numbers or names, got {short_repr(label)}")
-    return require_int("class label", label, 0, num_classes - 1)
+    names = {name.strip().lower(): number for number, names in (id2label or {}).items() for name in names.split(",")}
+    numbers = []
+    for label in listed:
+        number = names.get(label.strip().lower()) if isinstance(label, str) else label
+        if number is None:
+            near = difflib.get_close_matches(label.lower(), names, n=3)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "give the class number"
+            raise ValueError(f"unknown class name {short_repr(label)}; {hint}")
+        numbers.append(require_int("class label", number, 0, num_classes - 1))
+    return numbers
 
 
 def validate_num_images(num_images_per_prompt: Any, prompts: int, candidates: int = 1) -> int:

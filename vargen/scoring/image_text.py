@@ -55,7 +55,8 @@ class ImageTextScorer(BatchedScorer):
     ):
         folder = scorer_folder(source)
         settings = _settings(folder)
-        self.model = load_image_tower(folder).to(device)
+        model, identity = load_image_tower(folder)
+        self.model = model.to(device)
         encoder = _encoder_folder(folder, text_encoder or settings.get("text_encoder"))
         self.encoder = MiniLMTextEncoder.from_pretrained(encoder / "text_encoder").to(device).eval().requires_grad_(False)
         self.tokenizer = load_tokenizer(encoder / "tokenizer", "BertTokenizerFast")
@@ -68,7 +69,7 @@ class ImageTextScorer(BatchedScorer):
         super().__init__(name, device, batch_size)
         self._latest: dict[str, Tensor] = {}
         captions = settings.get("captions", [])
-        self.identity = f"{tower_identity(self.model)}-{weights_digest(self.encoder)}-{captions}"
+        self.identity = f"{identity}-{weights_digest(self.encoder)}-{captions}"
         with torch.inference_mode():
             self.baseline_embeddings = self.embed_captions(captions) if captions else None
 
@@ -114,14 +115,10 @@ def preprocess(model: ImageTextModel, pixels_BCYX: Tensor) -> Tensor:
     return F.interpolate(inputs, (size, size), mode="bilinear", antialias=True, align_corners=False)
 
 
-def load_image_tower(folder: Path) -> ImageTextModel:
-    """Open the `ImageTextModel` of a scorer's folder."""
-    return load_network(NetworkFolder(folder, ImageTextModel), torch.float32).requires_grad_(False)
-
-
-def tower_identity(model: ImageTextModel) -> str:
-    """Return a string that identifies the features of this image encoder."""
-    return f"image-text-{weights_digest(model)}"
+def load_image_tower(folder: Path) -> tuple[ImageTextModel, str]:
+    """Open the `ImageTextModel` of a scorer's folder; returns it with what identifies its features."""
+    model = load_network(NetworkFolder(folder, ImageTextModel), torch.float32).requires_grad_(False)
+    return model, f"image-text-{weights_digest(model)}"
 
 
 def packaged_scorers() -> list[str]:
