@@ -134,6 +134,7 @@ class CausalVideoPipeline(VisualPipeline):
         generator: torch.Generator | None = None,
         prompt_embeds: Tensor | None = None,
         callback: Callable[[BlockProgress], bool | None] | None = None,
+        profile: bool = False,
     ) -> BlockStream:
         """Return an iterator over the blocks of a video, each of which is generated on demand.
 
@@ -158,6 +159,7 @@ class CausalVideoPipeline(VisualPipeline):
             generator: source of all noise.
             prompt_embeds: text features `[1, P, text_dim]` instead of a prompt; not for methods that score.
             callback: called with a `BlockProgress` after every pass; returning False ends the video.
+            profile: see `BlockStream`.
         """
         self.check_inputs()
         given: dict[str, Any] = {"num_blocks": num_blocks, "window": window, "sinks": sinks}
@@ -191,6 +193,7 @@ class CausalVideoPipeline(VisualPipeline):
             score=None if frame_scorer is None else frame_scorer.bind(self.scorer_prompt(str(prompt))),
             given=start,
             callback=callback,
+            profile=profile,
             router=self._bind_router(method),
         )
         stream.stats.seed = seeds.seeds[0]

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch import Tensor
@@ -299,9 +300,10 @@ class NextTokenPipeline(ImagePipeline):
     def decode_grids(self, tokens: Tensor) -> Tensor:
         """Decode tokens int64 `[B, rows, columns]` to pixels float32 `[B, 3, Y, X]` in [0, 1]."""
 
-    @abstractmethod
     def mask_generated(self, length: Tensor, size: tuple[int, int]) -> Tensor:
         """Return the pixels that the first `length` `[B]` tokens determine, bool `[B, 1, Y, X]`."""
+        generated = torch.arange(self.num_tokens, device=length.device) < length[:, None]
+        return F.interpolate(generated.view(-1, 1, *self.grid).float(), size).bool()
 
     def preview(self, tokens: Tensor, num_tokens: int) -> list[Image.Image]:
         images, length = self.decode_tokens(tokens), torch.tensor([num_tokens])

@@ -157,10 +157,6 @@ class InpaintSource:
     mask: Tensor | None
     strength: float
 
-    def num_kept_scales(self, scales: int) -> int:
-        """Number of coarse scales kept; any strength above 0 regenerates at least the finest."""
-        return scales - math.ceil(round(self.strength * scales, 6))
-
     def blend(self, pixels: Tensor) -> Tensor:
         """Put the source's own pixels where the mask keeps them, with a transition; float32 `[B, 3, Y, X]` in [0, 1]."""
         assert self.mask is not None

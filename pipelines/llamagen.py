@@ -8,7 +8,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.compat import without_autocast
@@ -84,11 +83,6 @@ class LlamaGenPipeline(NextTokenPipeline):
     def decode_grids(self, tokens: Tensor) -> Tensor:
         pixels = decode_pixels(self.vqvae.decode, tokens.to(self._device_of(self.vqvae)))
         return (pixels.clamp(-1, 1) * 0.5 + 0.5).clamp(0, 1)
-
-    def mask_generated(self, length: Tensor, size: tuple[int, int]) -> Tensor:
-        side = self.transformer.config.grid_size
-        generated = torch.arange(side * side, device=length.device) < length[:, None]
-        return F.interpolate(generated.view(-1, 1, side, side).float(), size).bool()
 
     @torch.no_grad()
     @without_autocast

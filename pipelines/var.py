@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -83,7 +84,8 @@ class VARPipeline(ImagePipeline):
 
         latent, quantizer = per_image(self._encode_latent(source.pixels)), self._quantizer()
         mask = None if source.mask is None else per_image(source.mask)
-        return FixedTokens.build(quantizer, latent, mask, source.num_kept_scales(len(quantizer.scales)))
+        scales = len(quantizer.scales)  # of which any strength above 0 regenerates at least the finest
+        return FixedTokens.build(quantizer, latent, mask, scales - math.ceil(round(source.strength * scales, 6)))
 
     @torch.no_grad()
     @without_autocast

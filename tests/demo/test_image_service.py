@@ -153,6 +153,6 @@ def test_a_scorer_that_fails_loses_no_image(service: ImageService) -> None:
 
 def test_methods_take_settings(service: ImageService) -> None:
     service.check(replace(WANTED, method="gumbel:window=3"))
-    for wrong in ("gumbel:window=x", "gumbel:windw=3", "gumbel:window=99999", "eagle:budget=3"):
+    for wrong in ("gumbel:window=x", "gumbel:windw=3", "eagle:budget=3"):
         with pytest.raises(ValueError, match="not available here"):
             service.check(replace(WANTED, method=wrong))
