@@ -50,14 +50,11 @@ class VisualPipeline(StoredPipeline):
 
     Attributes:
         paradigm: selects the presets that this pipeline runs: next-token, next-scale or video.
-        baseline: name of the preset that speedups are relative to.
-        default_method: name of the preset that a call uses by default.
+        baseline, default_method: presets that speedups are relative to, and that a call uses by default.
         usual_sampling: sampling settings used where neither the call nor the checkpoint sets them.
-        fps: frames per second of video models.
         image_size: width and height in pixels of the source image of a call; None if calls take no image.
         makes_images: False if another pipeline decodes the tokens.
-        joins_running_batch: whether images can join a batch while others are generated. Otherwise they are generated batch by
-            batch, as those of next-scale models, whose passes differ in shape.
+        joins_running_batch: whether images can join a batch while others are generated; else they wait for the next one.
     """
 
     paradigm: ClassVar[str]

@@ -215,11 +215,9 @@ class CausalVideoPipeline(VisualPipeline):
         """Generate a video, or one per prompt of a list, one by one.
 
         Args:
-            prompt: text of the video, or a list with one text per video.
-            generator: source of all noise: one generator for all videos in turn, or a list with one per video.
+            prompt, generator: one, or a list with one per video; a single generator is the source of all noise in turn.
             **options: arguments of `stream`, which apply to every video.
-            output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"`.
-            return_dict: False returns `(frames,)`.
+            output_type, return_dict: as of image pipelines.
             callback_on_step_end: called as `f(pipe, passes, block, {})` after every pass. Returning `{"stop": True}` ends the
                 call with the blocks finished so far; later videos have none.
 

@@ -25,13 +25,9 @@ class Component:
 
     Attributes:
         classes: allowed classes; those of transformers by their names.
-        required: whether every folder has it.
-        follows_dtype: whether it is opened in the dtype that the caller asks for, or the names of the classes that are; others
-            are opened in float32.
-        matches: by setting of this component, the setting of the transformer that must have the same value; a tuple if both
-            have the same name.
-        adapter: of a drafter trained on the transformer's features: makes the draft head for decoding, from the network and the
-            target's token model.
+        follows_dtype: whether it is opened in the caller's dtype, or the names of the classes that are; others in float32.
+        matches: by setting of this component, the setting of the transformer that must equal it; a tuple for equal names.
+        adapter: of a trained drafter: makes the draft head for decoding, from the network and the target's token model.
         drafter: of a trained drafter: the class in `vargen.decoding` that drafts with the head.
         run_folder: of a network that users train for their model: its subfolder in the folder of the training run.
     """
@@ -95,9 +91,8 @@ class ModelFamily:
     """Registration of a model family.
 
     Attributes:
-        name: name of its converter: `vargen convert NAME`.
-        pipeline: pipeline class.
-        components: all components that its folders may have.
+        name: of its converter: `vargen convert NAME`.
+        components: all that its folders may have, in the order of a constructor.
         condition_settings: by kind of condition, settings that a smaller transformer must share with the transformer.
         text_width: setting of the transformer that is the width of the text encoder's features.
         check_compatible: raises ValueError unless the configurations match in what `matches` cannot express.

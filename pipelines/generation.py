@@ -43,9 +43,7 @@ class ImageRequest:
     Attributes:
         method: an `Accelerator` or a `ScaleSchedule`.
         condition: a `Condition` or `PromptRows`, with its negative; one row per image to generate, candidates included.
-        guidance, sampling: of all images.
-        seeds: one per image to generate.
-        num_candidates: number of images to generate for each image that is returned.
+        seeds: one per image to generate, of which `num_candidates` belong to each image that is returned.
         batch_size: maximum number of images to generate at a time; None: all.
         fixed: tokens that are kept from a source image; see `vargen.pipelines.images.FixedTokens`.
     """

@@ -104,9 +104,8 @@ def preprocess_images(
 
     Args:
         images: PIL images, a tensor `[B, 3, Y, X]` or an array `[B, Y, X, 3]`; floating-point numbers in [0, 1], or uint8.
-        side: rows and columns, or the number of both.
+        side: rows and columns, or the number of both; images of another size are resized, or refused.
         name: name of the argument in error messages.
-        resizes: whether images of another size are resized, or refused.
     """
     rows, columns = (side, side) if isinstance(side, int) else side
     if isinstance(images, Tensor | np.ndarray):

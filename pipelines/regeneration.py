@@ -76,11 +76,8 @@ class CallRecord:
     """What a call was given, as it was then, so that the parameters of its images can be asked for later.
 
     Attributes:
-        environment: of `describe_environment`.
         model, folder: class of the pipeline, and folder of its model; None if its components come from elsewhere.
-        request: of the call, without its condition.
-        subject: `"prompt"` or `"class_label"`, and one of them or a list, for each of which there are equally many images; None
-            for features.
+        subject: `"prompt"` or `"class_label"`, and one of them or a list, each for equally many images; None for features.
         negative: negative prompts, likewise.
         others: what else the call was given, by name; also what parameters cannot hold, such as an image to start from.
     """

@@ -12,9 +12,8 @@ class ImageSeeds(NamedTuple):
     """Seeds of the images of a call.
 
     Attributes:
-        seeds: per image, the seed of a generator that reproduces this image on its own.
+        seeds, devices: per image, of a generator that reproduces this image on its own.
         noise_seeds: int64 `[images]`, the key of the image's counter-based noise: the first number from such a generator.
-        devices: per image, the device of the generator.
     """
 
     seeds: list[int]

@@ -141,9 +141,6 @@ class Option:
     """A sampling option: its allowed values and its description.
 
     Attributes:
-        name: of the argument.
-        help: short description for users.
-        range: allowed values.
         slider: minimum, maximum and step of a page control; a control that cannot express None uses 0 for it.
     """
 

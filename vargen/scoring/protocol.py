@@ -28,7 +28,6 @@ class Scorer(Protocol):
 
     Attributes:
         name: shown in tables; includes the model and its weights if several are in use.
-        higher_is_better: whether higher scores are better.
         identity: optional; identifies network, weights and settings. Cached scores of equal identity are reused.
     """
 
