@@ -64,7 +64,7 @@ def resolve_class_labels(class_labels: Any, num_classes: int, id2label: dict[int
     for label in listed:
         number = names.get(label.strip().lower()) if isinstance(label, str) else label
         if number is None:
-            near = difflib.get_close_matches(label.lower(), names, n=3)
+            near = difflib.get_close_matches(str(label).lower(), names, n=3)
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "give the class number"
             raise ValueError(f"unknown class name {short_repr(label)}; {hint}")
         numbers.append(require_int("class label", number, 0, num_classes - 1))
