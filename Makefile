@@ -52,7 +52,7 @@ test: $(REFERENCE)/.all lint
 test-extended: $(REFERENCE)/.all
 	$(REFERENCE)/bin/$(PYTEST) -m "slow or extended"
 
-# What differs from the reference set is diffusers, transformers, huggingface-hub and Gradio.
+# What differs from the reference set is diffusers, transformers, huggingface-hub, timm, open-clip and Gradio.
 test-latest: $(LATEST)/.fast
 	$(LATEST)/bin/$(PYTEST) -m "packages and not slow" tests/models tests/convert tests/pipelines tests/demo tests/scoring \
 		tests/training tests/evaluation/test_features.py tests/test_compat.py

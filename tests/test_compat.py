@@ -27,7 +27,7 @@ needs_torchvision = pytest.mark.skipif(installed_version("torchvision") is None,
 
 
 # What people use vargen with, and the distribution of each.
-_BESIDE = {"gradio": "gradio", "triton": "triton", "ImageReward": "image-reward"}
+_BESIDE = {"gradio": "gradio", "open_clip": "open-clip-torch", "triton": "triton", "ImageReward": "image-reward"}
 
 # In one process, with the official ImageReward where it is installed: on the reference set, not on the latest one. Also
 # with the root first on the path: transformers 5 probes `kernels` by an import, and must find no kernel library.

@@ -96,6 +96,39 @@ def test_image_reward_opens_no_pickled_code_and_no_other_network(tmp_path: Path,
         open_scorer(f"image-reward:weights={tmp_path / 'other.pt'}")
 
 
+# -- CLIP ----------------------------------------------------------------------------------------------------------------
+
+
+def test_clip_reads_a_local_checkpoint_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vargen.compat import ensure_torchvision
+
+    ensure_torchvision()
+    open_clip = pytest.importorskip("open_clip")
+    sizes = {
+        "embed_dim": 32,
+        "vision_cfg": {"image_size": 32, "layers": 1, "width": 64, "patch_size": 16},
+        "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 1, "layers": 1},
+    }
+    (tmp_path / "tiny-clip.json").write_text(json.dumps(sizes))
+    open_clip.add_model_config(tmp_path / "tiny-clip.json")
+    torch.manual_seed(0)
+    network, _, preprocess = open_clip.create_model_and_transforms("tiny-clip")
+    torch.save(network.state_dict(), tmp_path / "tiny.pt")
+    scorer = open_scorer(f"clip:model=tiny-clip,weights={tmp_path / 'tiny.pt'},prefix=a photo of", batch_size=1)
+    assert "tiny-clip" in scorer.name and "tiny.pt" in scorer.name
+    images = shown((32, 32), 6)
+    scores = scorer.score(images, ["a dog", "an emoji of a house"] * 3)
+    tokens = open_clip.get_tokenizer("tiny-clip")(["a photo of a dog", "a photo of an emoji of a house"])
+    with torch.no_grad():
+        text = network.eval().encode_text(tokens)
+        seen = network.encode_image(torch.stack([preprocess(image) for image in images]))
+    expected = 100 * torch.nn.functional.cosine_similarity(seen, text.repeat(3, 1)).clamp_min(0)
+    assert torch.allclose(scores, expected, atol=1e-3) and expected.max() > 0
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "tiny.pt").read_bytes()[:1000])
+    with pytest.raises(FileNotFoundError, match=r"could not be opened.*give weights=FILE"):
+        open_scorer(f"clip:model=tiny-clip,weights={tmp_path / 'cut.pt'}")
+
+
 # -- the packaged scorer -----------------------------------------------------------------------------------------------
 
 

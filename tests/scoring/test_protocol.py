@@ -102,6 +102,7 @@ def test_specs_with_options_are_read() -> None:
     ("spec", "message"),
     [
         ("clip:weight=x", "has no option 'weight'"),
+        ("clip:model=ViT-B-33", "ViT-B-32"),
         ("nothing-like-it", "unknown scorer"),
         ("no_such_module:score", "could not be imported"),
         ("..:x", "must be module:name"),
@@ -116,7 +117,7 @@ def test_unknown_names_and_options_are_refused(spec: str, message: str) -> None:
 
 @pytest.mark.parametrize("spec", ["clip:weights=missing.pt", "image-reward:weights=missing.pt", "image-reward"])
 def test_missing_weights_are_one_error_that_says_how_to_get_them(spec: str) -> None:
-    with pytest.raises(FileNotFoundError, match=r"weights.*give weights=F"):
+    with pytest.raises(FileNotFoundError, match=r"weights.*(give weights=FILE)"):
         open_scorer(spec)
 
 

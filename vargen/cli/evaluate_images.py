@@ -31,7 +31,7 @@ Scorers = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME,...",
-        help="emoji-scorer; clip:weights=FOLDER; image-reward:weights=FILE; module:function; or none. "
+        help="emoji-scorer; clip:model=ViT-L-14,weights=FILE; image-reward:weights=FILE; module:function; or none. "
         "Default: the packaged scorer of the model of a run; a folder of other images has none.",
     ),
 ]
@@ -39,7 +39,7 @@ Extractor = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Network whose features distances compare: inception:weights=FILE, clip:weights=FOLDER, the name of a "
+        help="Network whose features distances compare: inception:weights=FILE, clip:model=NAME,weights=FILE, the name of a "
         "scorer, module:function, or none. Default: the packaged scorer of the model of a run.",
     ),
 ]

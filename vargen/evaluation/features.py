@@ -123,16 +123,18 @@ def _inception(weights: str | None = None, device: torch.device | str = "cpu") -
     return Extractor("inception", f"{INCEPTION}-{weights_digest(network)}", network, device)
 
 
-def _clip(weights: str | None = None, device: torch.device | str = "cpu") -> Extractor:
-    """CLIP features, unit vectors. CMMD (Jayasumana et al. 2024) has those of openai/clip-vit-large-patch14-336."""
-    from vargen.scoring.reward_models import CLIPScorer
+def _clip(
+    model: str = "ViT-L-14-336", weights: str | None = "openai", device: torch.device | str = "cpu"
+) -> Extractor:  # fmt: skip
+    """CLIP features; by default those of CMMD (Jayasumana et al. 2024), unit vectors of CLIP ViT-L/14 at 336 pixels."""
+    from vargen.scoring.clip import CLIPScorer
 
-    scorer = CLIPScorer(weights, device=device)
+    scorer = CLIPScorer(model, weights, device=device)
 
     def run(pixels: Tensor) -> Tensor:
         return F.normalize(scorer.embed_images(pixels.float() / 255), dim=-1)
 
-    return Extractor(scorer.name, scorer.identity, run, device, normalized=True)
+    return Extractor(scorer.name, f"open-clip-{model}-{weights_digest(scorer.clip)}", run, device, normalized=True)
 
 
 def _scorer_tower(source: str, device: torch.device | str = "cpu") -> Extractor:
@@ -151,7 +153,7 @@ EXTRACTORS: dict[str, Callable[..., Extractor]] = {"inception": _inception, "cli
 
 
 def load_extractor(spec: str, device: torch.device | str = "cpu") -> Extractor:
-    """Open `inception:weights=FILE`, `clip:weights=FOLDER`, a packaged scorer or its folder, or `module:function`.
+    """Open `inception:weights=FILE`, `clip:model=NAME,weights=FILE`, a packaged scorer or its folder, or `module:function`.
 
     The function returns an `nn.Module` of images in [0, 1].
     """
@@ -159,7 +161,7 @@ def load_extractor(spec: str, device: torch.device | str = "cpu") -> Extractor:
     if colon and "=" not in rest and where not in EXTRACTORS:
         return _import_extractor(spec, device)
     name, options = parse_spec(spec)
-    allowed = {"inception": ("weights",), "clip": ("weights",)}.get(name, ())
+    allowed = {"inception": ("weights",), "clip": ("model", "weights")}.get(name, ())
     if unknown := [key for key in options if key not in allowed]:
         raise ValueError(f"extractor {name} has no option {short_repr(unknown[0])}; it takes {', '.join(allowed) or 'none'}")
     if name in EXTRACTORS:

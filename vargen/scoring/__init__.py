@@ -1,6 +1,6 @@
 """Image and video reward models behind one interface, by name as on the command line.
 
-Names are `emoji-scorer`, `clip:weights=FOLDER`, `module:function`.
+Names are `emoji-scorer`, `clip:model=ViT-L-14,weights=FILE`, `module:function`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 DEFAULT_SCORER = "emoji-scorer"
 # Classes and options by name; any other name is that of a packaged scorer or a scorer's folder.
 SCORERS = {
-    "clip": ("vargen.scoring.reward_models:CLIPScorer", ("weights", "tokenizer", "prefix")),
+    "clip": ("vargen.scoring.clip:CLIPScorer", ("model", "weights", "prefix")),
     "image-reward": ("vargen.scoring.reward_models:ImageRewardScorer", ("weights", "tokenizer")),
     "pick-score": ("vargen.scoring.reward_models:PickScoreScorer", ("weights", "tokenizer")),
 }

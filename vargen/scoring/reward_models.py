@@ -1,4 +1,4 @@
-"""How well an image fits its prompt, by networks with local weights: ImageReward, PickScore and CLIP.
+"""Models of human preference for an image given its prompt, with local weights: ImageReward and PickScore.
 
 ImageReward (Xu et al. 2023, arXiv:2304.05977) is a BLIP vision transformer, a BERT with cross-attention to its features, and
 five linear layers on the first token. PickScore (Kirstain et al. 2023, arXiv:2305.01569) is a CLIP model. Networks are
@@ -30,12 +30,12 @@ SIDE = 224  # pixels of both models
 _PIXEL_MEAN, _PIXEL_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # as for CLIP
 
 
-def preprocess_images(images: Images, side: int = SIDE) -> Tensor:
-    """Return float32 `[N, 3, side, side]`: shorter side resized (bicubic), center crop, CLIP's normalization."""
+def preprocess_images(images: Images) -> Tensor:
+    """Return float32 `[N, 3, 224, 224]`: shorter side resized to 224 (bicubic), center crop, CLIP's normalization."""
     from torchvision.transforms import functional as transforms
 
-    resized = [transforms.resize(image, side, transforms.InterpolationMode.BICUBIC) for image in to_pil(images)]
-    pixels = torch.stack([transforms.to_tensor(transforms.center_crop(image, side)) for image in resized])
+    resized = [transforms.resize(image, SIDE, transforms.InterpolationMode.BICUBIC) for image in to_pil(images)]
+    pixels = torch.stack([transforms.to_tensor(transforms.center_crop(image, SIDE)) for image in resized])
     return transforms.normalize(pixels, _PIXEL_MEAN, _PIXEL_STD)
 
 
@@ -151,62 +151,42 @@ class ImageRewardScorer(BatchedScorer):
 
 
 _CLIP = NetworkKind("CLIPModel", "clip", {"text_config": "CLIPTextConfig", "vision_config": "CLIPVisionConfig"})
+_PICK_SCORE = "fetch the hub model yuvalkirstain/PickScore_v1 and give weights=FOLDER"
 
 
-class CLIPScorer(BatchedScorer):
-    """100 times the cosine of image and prompt, clipped at 0 (CLIPScore, Hessel et al. 2021, who scale by 2.5).
+class PickScoreScorer(BatchedScorer):
+    """PickScore, or another CLIP model: the cosine times the logit scale, about 20 for a good image.
 
     Args:
-        weights: folder of a `CLIPModel` of transformers with safetensors.
+        weights: folder of a `CLIPModel` of transformers with safetensors, whose images have 224 x 224 pixels.
         tokenizer: folder of its tokenizer. Default: that of the weights.
-        prefix: prepended to each prompt; "A photo depicts" is common with COCO captions.
     """
-
-    kind, model = "clip", "openai/clip-vit-base-patch32"
 
     def __init__(
         self,
         weights: str | Path | None = None,
         tokenizer: str | Path | None = None,
-        prefix: str = "",
         device: torch.device | str = "cpu",
         batch_size: int = 16,
     ):
-        how = f"fetch a hub model such as {self.model} and give weights=FOLDER"
-        folder = require_local_file(weights, "weights", self.kind, how)
-        words = folder if tokenizer is None else require_local_file(tokenizer, "tokenizer", self.kind, how)
+        folder = require_local_file(weights, "weights", "PickScore", _PICK_SCORE)
+        words = folder if tokenizer is None else require_local_file(tokenizer, "tokenizer", "PickScore", _PICK_SCORE)
         try:
-            self.network = StoredNetwork(folder, _CLIP).load().to(device)
+            stored = StoredNetwork(folder, _CLIP)
+            if (side := stored.config.vision_config.image_size) != SIDE:
+                raise ValueError(f"its images have {side} pixels, expected {SIDE}")
+            self.network = stored.load().to(device)
             self.tokenizer = load_tokenizer(words, choose_class(words, "CLIPTokenizerFast", "PreTrainedTokenizerFast"))
         except ValueError as error:
             raise ValueError(f"cannot use weights {str(folder)!r} and tokenizer {str(words)!r}: {error}") from error
-        self.side = self.network.config.vision_config.image_size
-        self.length, self.prefix = self.network.config.text_config.max_position_embeddings, prefix
-        self.identity = f"{self.kind}-{weights_digest(self.network)}-{prefix}"
-        super().__init__(f"{self.kind} {folder.resolve().name}", device, batch_size)
+        self.length = self.network.config.text_config.max_position_embeddings
+        self.identity = f"pick-score-{weights_digest(self.network)}"
+        super().__init__("pick-score", device, batch_size)
 
-    def embed_images(self, images: Images) -> Tensor:
-        """Return image embeddings, float32 `[N, E]`, not normalized."""
-        seen = self.network.vision_model(pixel_values=preprocess_images(images, self.side).to(self.device))
-        return self.network.visual_projection(seen.pooler_output)
-
-    def compute_cosines(self, images: Images, prompts: Sequence[str]) -> Tensor:
-        """Return the cosine of each image and its prompt, `[N]`."""
+    def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
+        pixels = preprocess_images(images).to(self.device)
         options = {"padding": True, "truncation": True, "max_length": self.length, "return_tensors": "pt"}
-        texts = [f"{self.prefix} {prompt}".strip() for prompt in prompts]
-        encoded = tokenized(self.tokenizer, texts, **options).to(self.device)
-        read = self.network.text_model(input_ids=encoded.input_ids, attention_mask=encoded.attention_mask)
-        text = self.network.text_projection(read.pooler_output)
-        return F.cosine_similarity(self.embed_images(images), text, dim=-1)
-
-    def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
-        return 100 * self.compute_cosines(images, prompts).clamp_min(0)
-
-
-class PickScoreScorer(CLIPScorer):
-    """PickScore: the cosine times the logit scale, about 20 for a good image. Arguments as of `CLIPScorer`."""
-
-    kind, model = "pick-score", "yuvalkirstain/PickScore_v1"
-
-    def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
-        return self.network.logit_scale.exp() * self.compute_cosines(images, prompts)
+        encoded = tokenized(self.tokenizer, list(prompts), **options).to(self.device)
+        output = self.network(pixel_values=pixels, input_ids=encoded.input_ids, attention_mask=encoded.attention_mask)
+        image, text = F.normalize(output.image_embeds, dim=-1), F.normalize(output.text_embeds, dim=-1)
+        return self.network.logit_scale.exp() * (image * text).sum(-1)
