@@ -1,7 +1,4 @@
-"""`VisualPipeline`, the base class of the pipelines of all families: methods, prompts, images and calls.
-
-The command line, the demo page and the evaluation use only this interface, so no code above `pipelines/` names a family.
-"""
+"""`VisualPipeline`, the base class of all families: all that commands, page and evaluation use."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vargen.decoding import DEFAULT_METHOD, PRESETS, Accelerator, Sampling, list_methods, resolve_method
+from vargen.decoding import DEFAULT_METHOD, Sampling, list_methods, resolve_method
 from vargen.models.guidance import Guidance
 from vargen.pipelines import prompts, validation
 from vargen.pipelines.engines import KeptEngines
@@ -29,12 +26,7 @@ from vargen.values import require_int, short_repr
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """A preset, and whether a pipeline supports it.
-
-    Attributes:
-        name, kind, summary, source: from the preset; kind is `"exact"` or `"relaxed"`.
-        unsupported_reason: why this pipeline cannot run it; None if it can.
-    """
+    """A preset, of kind `"exact"` or `"relaxed"`, and why a pipeline cannot run it; None if it can."""
 
     name: str
     kind: str
@@ -45,7 +37,7 @@ class MethodInfo:
 
 @dataclass(eq=False)
 class RunningCall:
-    """A running call: its thread, and whether it was interrupted."""
+    """A running call, with the number of its thread."""
 
     thread: int
     interrupted: bool = False
@@ -58,14 +50,11 @@ class VisualPipeline(StoredPipeline):
 
     Attributes:
         paradigm: selects the presets that this pipeline runs: next-token, next-scale or video.
-        baseline: name of the preset that speedups are relative to.
-        default_method: name of the preset that a call uses by default.
+        baseline, default_method: presets that speedups are relative to, and that a call uses by default.
         usual_sampling: sampling settings used where neither the call nor the checkpoint sets them.
-        fps: frames per second of video models.
         image_size: width and height in pixels of the source image of a call; None if calls take no image.
         makes_images: False if another pipeline decodes the tokens.
-        joins_running_batch: whether images can join a batch while others are generated. Otherwise they are generated batch by
-            batch, as those of next-scale models, whose passes differ in shape.
+        joins_running_batch: whether images can join a batch while others are generated; else they wait for the next one.
     """
 
     paradigm: ClassVar[str]
@@ -91,14 +80,12 @@ class VisualPipeline(StoredPipeline):
         self._calls: list[RunningCall] = []
         self._engines = KeptEngines()
 
-    # -- methods --------------------------------------------------------------------------------------------------------
-
     def validate_method(self, method: Any) -> None:
-        """Raise ValueError with the reason if this pipeline cannot run a method; also of a pipeline without weights."""
+        """Raise ValueError with the reason if this pipeline, with weights or without, cannot run a method."""
         self.resolve_method(method).bind(self.decoding_model())
 
     def list_methods(self) -> list[MethodInfo]:
-        """List the presets of this paradigm, each with its name, kind, and the reason if this pipeline cannot run it."""
+        """List the presets of this paradigm, each with the reason if this pipeline cannot run it."""
         found = []
         for preset in list_methods(self.paradigm):
             reason = None
@@ -110,17 +97,12 @@ class VisualPipeline(StoredPipeline):
         return found
 
     def resolve_method(self, accelerator: Any) -> Any:
-        """Return the method for a preset name, or the given method itself, if it belongs to this paradigm and fits the grid."""
-        method = resolve_method(accelerator, self.paradigm)
-        if isinstance(method, Accelerator) and method is not PRESETS.get(method.name):  # which any grid limits
-            validation.validate_draft_size(method, self.num_tokens)
-        return method
+        """Return the method for a preset name, or the given method itself, if it belongs to this paradigm."""
+        return resolve_method(accelerator, self.paradigm)
 
     @abstractmethod
     def decoding_model(self, *arguments: Any, **options: Any) -> Any:
-        """Return the adapter of the transformers for the loop of this paradigm; image models take guidance, or its scale."""
-
-    # -- prompts and classes --------------------------------------------------------------------------------------------
+        """Return the adapter of the transformers for the loop; image models take guidance, or its scale."""
 
     @property
     def is_class_conditional(self) -> bool:
@@ -148,7 +130,7 @@ class VisualPipeline(StoredPipeline):
         """Maximum number of caption tokens that the transformer accepts."""
 
     def normalize_prompt(self, prompt: str) -> NormalizedPrompt:
-        """Replace characters by their names (see `prompt_names`). `names` of the result maps the typed characters to names."""
+        """Replace characters by their names (see `prompt_names`), which the result has by character."""
         if self.prompt_names is None or prompt.isascii():
             return NormalizedPrompt(prompt, {})
         return self.prompt_names.apply(prompt)
@@ -157,19 +139,12 @@ class VisualPipeline(StoredPipeline):
 
     encode_condition = prompts.encode_condition
 
-    def named_scorer(self, name: str) -> Scorer:
-        """Return the scorer with this name, loaded on first use; see `vargen.scoring.open_scorer`."""
-        scorer: Scorer = self._open_once(open_scorer, name)
-        return scorer
-
-    def _open_once(self, opener: Callable[[str, torch.device], Any], name: str) -> Any:
-        """Return what an opener returns for a name and the device of the pipeline, and keep it for later calls."""
+    def open_once(self, opener: Callable[[str, torch.device], Any], name: str) -> Any:
+        """Return what an opener, such as `open_scorer`, returns for a name and this device; kept for later."""
         key = opener, name, self._execution_device
         if key not in self._opened:
             self._opened[key] = opener(name, self._execution_device)
         return self._opened[key]
-
-    # -- images ---------------------------------------------------------------------------------------------------------
 
     @property
     def vocab_size(self) -> int:
@@ -184,7 +159,7 @@ class VisualPipeline(StoredPipeline):
     @property
     @abstractmethod
     def grids(self) -> tuple[tuple[int, int], ...]:
-        """Rows and columns of an image's token grids in generation order, each in raster order: one, or one per scale."""
+        """Rows and columns of the token grids, each in raster order: one, or one per scale."""
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -203,25 +178,20 @@ class VisualPipeline(StoredPipeline):
 
     @abstractmethod
     def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
-        """Decode tokens `[B, N]` to images. The area of tokens past `length [B]` is left white, or not refined further.
-
-        NaN or infinite pixels raise `NonFinitePixelsError`, whose message has the image and position of the first one.
-        """
+        """Decode tokens `[B, N]` to images; the area past `length [B]` is left white, or not refined."""
 
     @abstractmethod
     def preview(self, tokens: Tensor, num_tokens: int) -> list[Image.Image]:
-        """Decode the first `num_tokens` of tokens `[B, N]` to partial images, transparent where nothing has been generated."""
+        """Decode the first `num_tokens` of tokens `[B, N]` to partial images, else transparent."""
 
     @property
     def default_sampling(self) -> dict[str, Any]:
-        """Guidance scale, temperature, top-k and top-p that a call uses by default: the checkpoint's, else the family's."""
+        """Sampling settings that a call uses by default: the checkpoint's, else the family's."""
         stored = {name: value for name, value in (self.config.defaults or {}).items() if value is not None}
         usual = dict(self.usual_sampling)
         if usual["top_k"] is not None and usual["top_k"] > self.vocab_size:
             usual["top_k"] = None
         return {**usual, **stored}
-
-    # -- calls ----------------------------------------------------------------------------------------------------------
 
     def check_inputs(
         self,
@@ -251,7 +221,7 @@ class VisualPipeline(StoredPipeline):
             validation.validate_batch_size(batch_size, "batch_size")
         if require_int("num_candidates", num_candidates, 1) > 1 and scorer is None:
             raise ValueError(f"scorer must be given to choose among {num_candidates} candidates")
-        return self.named_scorer(scorer) if isinstance(scorer, str) else scorer and to_scorer(scorer)
+        return self.open_once(open_scorer, scorer) if isinstance(scorer, str) else scorer and to_scorer(scorer)
 
     def resolve_sampling(self, guidance_interval: Any = None, **given: Any) -> tuple[Guidance, Sampling]:
         """Return guidance and sampling options of a call; None selects the checkpoint's default."""
@@ -278,15 +248,15 @@ class VisualPipeline(StoredPipeline):
 
     @property
     def interrupt(self) -> bool:
-        """Whether this thread's call, or in a thread without a call any running call, was interrupted."""
+        """Whether this thread's call, or in a thread without a call any running call, was interrupted.
+
+        Setting it, or `_interrupt` as in diffusers, in a callback stops that call; in another thread, all running calls.
+        """
         return any(call.interrupted for call in self._current_calls())
 
-    @property
-    def _interrupt(self) -> bool:
-        """As in diffusers. Setting it in a callback stops that call; setting it in another thread stops all running calls."""
-        return self.interrupt
-
-    @_interrupt.setter
-    def _interrupt(self, value: bool) -> None:
+    @interrupt.setter
+    def interrupt(self, value: bool) -> None:
         for call in self._current_calls():
             call.interrupted = value
+
+    _interrupt = interrupt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -14,34 +14,30 @@ from torch import Tensor
 
 from vargen.compat import tokenized, without_autocast
 from vargen.convert.causal_video import convert_causal_video
-from vargen.decoding import VideoMethod
-from vargen.decoding.video.interfaces import BlockProgress
+from vargen.decoding import BlockStream, VideoMethod
+from vargen.decoding.video.interfaces import BlockProgress, DraftRouter
 from vargen.models.causal_video.decoding import BlockRouter, CausalVideoBlockModel
 from vargen.models.causal_video.network import CausalVideoLoRA, CausalVideoTransformer
 from vargen.models.guidance import Condition, Guidance
-from vargen.models.tokenizers.video_vae import AutoencoderKLWan, CausalVideoVAE, PreviewDecoder
+from vargen.models.tokenizers.video_vae import (
+    AutoencoderKLWan,
+    CausalVideoVAE,
+    PreviewDecoder,
+    StreamingDecoder,
+    WanStreamingDecoder,
+)
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
-from vargen.pipelines.prompts import NormalizedPrompt, PromptNames, encode_prompt, encode_tokens
+from vargen.pipelines.prompts import NormalizedPrompt, encode_tokens
 from vargen.pipelines.seeds import resolve_seeds
-from vargen.pipelines.start_images import encode_start_image, merge_lora, open_image_pipe
-from vargen.pipelines.video_memory import on_device
+from vargen.pipelines.start_images import encode_start_image, open_image_pipe
 from vargen.pipelines.video_settings import LATENT_SIZES, LORA_SIZE, VAE_SETTINGS, VideoSettings, validate_geometry
-from vargen.pipelines.videos import (
-    CausalVideoPipelineOutput,
-    VideoStream,
-    bind_router,
-    resolve_preview_decoder,
-    save_video,
-    stack_videos,
-    streaming_decoder,
-    to_output_frames,
-)
-from vargen.scoring import DEFAULT_SCORER
+from vargen.pipelines.videos import CausalVideoPipelineOutput, drafter_digest, save_video, stack_videos
+from vargen.scoring import DEFAULT_SCORER, open_scorer
 from vargen.scoring.frames import FrameScorer
 from vargen.specs import parse_spec
-from vargen.values import parse_int, require_int, short_repr
+from vargen.values import require_int, short_repr
 
 
 class CausalVideoPipeline(VisualPipeline):
@@ -75,31 +71,17 @@ class CausalVideoPipeline(VisualPipeline):
     vocab_size = 0  # a video has no tokens
     fps: Any = property(attrgetter("transformer.geometry.fps"))
 
-    def __init__(
-        self,
-        vae: CausalVideoVAE | AutoencoderKLWan,
-        transformer: CausalVideoTransformer,
-        text_encoder: Any = None,
-        tokenizer: Any = None,
-        draft_transformer: CausalVideoTransformer | None = None,
-        preview_decoder: PreviewDecoder | None = None,
-        router: BlockRouter | None = None,
-        image_lora: CausalVideoLoRA | None = None,
-        draft_image_lora: CausalVideoLoRA | None = None,
-        defaults: dict[str, Any] | None = None,
-        prompt_styles: list[str] | None = None,
-        prompt_names: PromptNames | dict[str, str] | None = None,
-    ):
-        self._register_components(
-            prompt_names, defaults=defaults, prompt_styles=prompt_styles, vae=vae, transformer=transformer,
-            text_encoder=text_encoder, tokenizer=tokenizer, draft_transformer=draft_transformer,
-            preview_decoder=preview_decoder, router=router, image_lora=image_lora, draft_image_lora=draft_image_lora,
-        )  # fmt: skip
-
     def validate_method(self, method: Any) -> None:
         # A router knows its drafter by the weights, which a pipeline of `inspect_model` does not have.
-        router = bind_router(self, method) if self.has_weights else self.router
+        router = self._bind_router(method) if self.has_weights else self.router
         method.validate_models(self.decoding_model(), has_scorer=True, has_router=router is not None)
+
+    def _bind_router(self, method: VideoMethod) -> DraftRouter | None:
+        """Return the router for a method; None if the method needs none, or there is none."""
+        if self.router is None or not method.policy.needs_router:
+            return None
+        self.router.validate_drafter(drafter_digest(self, method.exit_step), method.exit_step)
+        return self.router.rank
 
     @property
     def max_caption_tokens(self) -> int:
@@ -113,16 +95,6 @@ class CausalVideoPipeline(VisualPipeline):
     def setting(self, name: str) -> Any:
         """Return one of the `settings` by name."""
         return getattr(self.settings, name)
-
-    @property
-    def drafts(self) -> bool:
-        """Whether there is a model to draft with."""
-        return self.draft_transformer is not None or self.settings.draft_steps is not None
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the transformer: the text encoder is on another one while it is not used."""
-        return super().device if self.transformer is None else self.transformer.device
 
     @property
     def num_tokens(self) -> int:
@@ -139,7 +111,10 @@ class CausalVideoPipeline(VisualPipeline):
     def image_size(self) -> int:  # type: ignore[override]
         return self.transformer.geometry.pixel_size[0]
 
-    # -- calls ----------------------------------------------------------------------------------------------------------
+    @property
+    def block_decoder(self) -> Any:
+        """Decodes latents block by block, and encodes start images."""
+        return self.vae if isinstance(self.vae, StreamingDecoder) else WanStreamingDecoder(self.vae)
 
     @torch.no_grad()
     @without_autocast
@@ -153,17 +128,17 @@ class CausalVideoPipeline(VisualPipeline):
         tau: float | None = None,
         scorer: Any = None,
         preview_decoder: Any = None,
-        prompt_schedule: Mapping[int, str] | None = None,
         window: int | None = None,
         sinks: int | None = None,
         motion: int | None = None,
         generator: torch.Generator | None = None,
         prompt_embeds: Tensor | None = None,
         callback: Callable[[BlockProgress], bool | None] | None = None,
-        clean_prompt: bool = False,
         profile: bool = False,
-    ) -> VideoStream:
+    ) -> BlockStream:
         """Return an iterator over the blocks of a video, each of which is generated on demand.
+
+        Its `change_prompt` continues with another prompt: `stream.change_prompt(pipe.encode_video_condition("a dog"))`.
 
         Args:
             prompt: text of the video. Only one; `__call__` accepts several.
@@ -176,16 +151,15 @@ class CausalVideoPipeline(VisualPipeline):
                 for a model without a draft transformer, or see `resolve_method`.
             tau: acceptance threshold on the scorer's scale, for methods that have one. None: the checkpoint's or the method's.
             scorer: scorer of drafts, for methods that score; see `resolve_frame_scorer`.
-            preview_decoder: decoder of the frames that are scored; see `resolve_preview_decoder`. None: the model's, if any.
-            prompt_schedule: further prompts, by the number (above 0) of the block from which on each applies.
+            preview_decoder: decoder of the frames that are scored: an object with `decode_block`; see
+                `vargen.models.tokenizers.video_vae.StreamingDecoder`. None: the model's, if any.
             window, sinks: maximum number of latent frames that a block attends to, and how many of them are the first frames
                 of the video. None: the checkpoint's default; without a window a block attends to all frames.
             motion: motion level, for models trained with motion levels.
             generator: source of all noise.
             prompt_embeds: text features `[1, P, text_dim]` instead of a prompt; not for methods that score.
             callback: called with a `BlockProgress` after every pass; returning False ends the video.
-            clean_prompt: see `ImagePipeline`.
-            profile: see `decode_video`.
+            profile: see `BlockStream`.
         """
         self.check_inputs()
         given: dict[str, Any] = {"num_blocks": num_blocks, "window": window, "sinks": sinks}
@@ -194,37 +168,33 @@ class CausalVideoPipeline(VisualPipeline):
             image = settings.image_model
         image = None if image is False else image
         method = self.resolve_method(accelerator, tau, image is not None)
-        levels = self.transformer.config.motion_levels
-        if motion is not None and parse_int(motion, 0, levels - 1) is None:
-            allowed = f"from 0 to {levels - 1}" if levels else "left out: this model has no motion levels"
-            raise ValueError(f"motion must be {allowed}, got {short_repr(motion)}")
+        if motion is not None and not (levels := self.transformer.config.motion_levels):
+            raise ValueError(f"motion must be left out: this model has no motion levels, got {short_repr(motion)}")
+        if motion is not None:
+            require_int("motion", motion, 0, levels - 1)
+        if preview_decoder is not None and (isinstance(preview_decoder, type) or not hasattr(preview_decoder, "decode_block")):
+            raise TypeError(f"preview_decoder must be an object with decode_block, got {short_repr(preview_decoder)}")
         if window is not None:
             require_int("window", window, self.transformer.geometry.block_frames + (sinks or 0))
-        schedule = validation.validate_prompt_schedule(prompt_schedule, settings.num_blocks)
-        scored = method.policy.needs_scores
-        condition = self.encode_video_condition(prompt, prompt_embeds, clean_prompt)
-        if scored and prompt is None:
+        condition = self.encode_video_condition(prompt, prompt_embeds)
+        if method.policy.needs_scores and prompt is None:
             raise ValueError(f"accelerator {method.name!r} scores drafts with the prompt: give prompt, not prompt_embeds")
-        frame_scorer = self.resolve_frame_scorer(scorer) if scored else None
+        frame_scorer = self.resolve_frame_scorer(scorer) if method.policy.needs_scores else None
         seeds = resolve_seeds(generator, 1)
         start = encode_start_image(self, image, prompt, seeds.seeds[0])
-        stream = VideoStream(
+        stream = BlockStream(
             self.decoding_model(settings, motion, bool(start)),
             condition,
             int(seeds.noise_seeds[0]),
             method,
             blocks=settings.num_blocks,
-            decoder=streaming_decoder(self.vae),
-            preview=resolve_preview_decoder(self, preview_decoder),
+            decoder=self.block_decoder,
+            preview=self.preview_decoder if preview_decoder is None else preview_decoder,
             score=None if frame_scorer is None else frame_scorer.bind(self.scorer_prompt(str(prompt))),
             given=start,
             callback=callback,
             profile=profile,
-            router=bind_router(self, method),
-            pipe=self,
-            frame_scorer=frame_scorer,
-            prompts=schedule,
-            clean_prompt=clean_prompt,
+            router=self._bind_router(method),
         )
         stream.stats.seed = seeds.seeds[0]
         return stream
@@ -240,17 +210,14 @@ class CausalVideoPipeline(VisualPipeline):
         return_dict: bool = True,
         callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None] | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
-        callback: Callable[[BlockProgress], bool | None] | None = None,
         **options: Any,
     ) -> CausalVideoPipelineOutput | tuple[Any]:
-        """Generate a video, or one per prompt of a list, one by one: memory does not grow with the length of the list.
+        """Generate a video, or one per prompt of a list, one by one.
 
         Args:
-            prompt: text of the video, or a list with one text per video.
-            generator: source of all noise: one generator for all videos in turn, or a list with one per video.
-            callback, **options: arguments of `stream`, which apply to every video.
-            output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"`.
-            return_dict: False returns `(frames,)`.
+            prompt, generator: one, or a list with one per video; a single generator is the source of all noise in turn.
+            **options: arguments of `stream`, which apply to every video.
+            output_type, return_dict: as of image pipelines.
             callback_on_step_end: called as `f(pipe, passes, block, {})` after every pass. Returning `{"stop": True}` ends the
                 call with the blocks finished so far; later videos have none.
 
@@ -266,9 +233,7 @@ class CausalVideoPipeline(VisualPipeline):
         with self._start_call() as call:
 
             def after_pass(progress: BlockProgress) -> bool:
-                if callback is not None and callback(progress) is False:
-                    call.interrupted = True
-                elif callback_on_step_end is not None:
+                if callback_on_step_end is not None:
                     answer = callback_on_step_end(self, progress.passes - 1, progress.block, {})
                     call.interrupted |= validation.wants_stop(answer)
                 return not call.interrupted
@@ -285,7 +250,8 @@ class CausalVideoPipeline(VisualPipeline):
                         stream.cancel()
                     for block in stream:
                         bar.update(1)
-                        videos[-1].append(to_output_frames(block, output_type))
+                        kept = block.latents if output_type == "latent" else block.frames
+                        videos[-1].append(kept.mul(255).round().byte().cpu() if output_type == "pil" else kept)
         self.maybe_free_model_hooks()
         stats = [stream.stats for stream in streams]
         frames = stack_videos(videos, output_type)
@@ -296,15 +262,10 @@ class CausalVideoPipeline(VisualPipeline):
         """Write frames atomically to an .mp4, .gif or .webp file; see `vargen.pipelines.videos.save_video`."""
         return save_video(frames, path, self.fps if fps is None else fps)
 
-    # -- steps of a call ------------------------------------------------------------------------------------------------
-
     def decoding_model(
         self, settings: VideoSettings | None = None, motion: int | None = None, from_image: bool = False
     ) -> CausalVideoBlockModel:
-        """Return the adapter of both models for `vargen.decoding.decode_video`.
-
-        None for `settings` selects the checkpoint's; `from_image` selects the LoRAs for videos that start from an image.
-        """
+        """Return the adapter of both models, with their LoRAs for a video that starts from an image."""
         settings = settings or self.settings
         options: dict[str, Any] = {
             "resamples_noise": not settings.euler,
@@ -317,41 +278,47 @@ class CausalVideoPipeline(VisualPipeline):
         levels, draft_levels = (settings.resolve_levels(draft) for draft in (False, True))
         target, drafter = self.transformer, self.draft_transformer
         if from_image:
-            target = merge_lora(self, "transformer", "image_lora")
-            drafter = merge_lora(self, "draft_transformer", "draft_image_lora")
-        draft = CausalVideoBlockModel(drafter or target, draft_levels, **options) if self.drafts else None
+            target = self._merge_lora("transformer", "image_lora")
+            drafter = self._merge_lora("draft_transformer", "draft_image_lora")
+        drafts = drafter is not None or settings.draft_steps is not None
+        draft = CausalVideoBlockModel(drafter or target, draft_levels, **options) if drafts else None
         return CausalVideoBlockModel(target, levels, draft_model=draft, **options)
 
+    def _merge_lora(self, name: str, lora_name: str) -> Any:
+        """Return a network with its LoRA, if any, merged in; kept until either is another one."""
+        network, lora, device = getattr(self, name), getattr(self, lora_name), self._device_of(self.transformer)
+        if network is None or lora is None:
+            return network
+        *parts, merged = self._opened.get(name, (None, None, None))
+        if parts != [network, lora] or (merged.dtype, merged.device) != (network.dtype, device):
+            merged = lora.merge(network).to(device)
+            self._opened[name] = network, lora, merged
+        return merged
+
     def normalize_prompt(self, prompt: str) -> NormalizedPrompt:
-        """See `VisualPipeline.normalize_prompt`. Prompts are cleaned first, if the text encoder was trained so."""
+        """As in `VisualPipeline`, of a prompt cleaned as the text encoder was trained."""
         return super().normalize_prompt(self.settings.clean(prompt))
 
-    def encode_prompt(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """See `vargen.pipelines.prompts.encode_prompt`. A large text encoder is on the device only meanwhile."""
-        with on_device(self.text_encoder, self._execution_device):
-            return encode_prompt(self, *arguments, **options)
-
-    def encode_video_condition(self, prompt: Any, prompt_embeds: Any = None, clean: bool = False) -> Condition:
+    def encode_video_condition(self, prompt: Any, prompt_embeds: Any = None) -> Condition:
         """Return the condition of one video."""
         if prompt_embeds is not None:
             width = self.transformer.config.text_dim
             if prompt is not None or not isinstance(prompt_embeds, Tensor) or prompt_embeds.shape[::2] != (1, width):
                 raise ValueError(f"prompt_embeds must be a tensor [1, P, {width}] and come without prompt")
             return Condition(caption_embeds=prompt_embeds.to(self._execution_device))
-        if len(validation.validate_prompts(prompt)) != 1:
-            raise ValueError(f"prompt must be one, got {len(prompt)}: a stream is one video; a call takes several")
-        embeds, mask = self.encode_prompt(prompt, clean)
+        if len(prompts := validation.validate_prompts(prompt)) != 1:
+            raise ValueError(f"prompt must be one for a video, got {len(prompts)}")
+        embeds, mask = self.encode_prompt(prompts)
         return Condition(caption_embeds=embeds[:, mask[0]], caption_mask=mask[:, mask[0]])
 
     def encode_empty_caption(self) -> Condition:
         """Return the null condition: features of an empty caption, as in training with caption dropout."""
         if self.text_encoder is None or self.tokenizer is None:
             raise ValueError("this pipeline was loaded without a text encoder, which guidance needs")
-        with on_device(self.text_encoder, self._execution_device):
-            return Condition(caption_embeds=encode_tokens(self, tokenized(self.tokenizer, [""], return_tensors="pt"))[0])
+        return Condition(caption_embeds=encode_tokens(self, tokenized(self.tokenizer, [""], return_tensors="pt"))[0])
 
     def scorer_prompt(self, prompt: str) -> str:
-        """Return the prompt for scorers, normalized and in the model's only style, or they would prefer a mixture of styles."""
+        """Return the prompt for scorers, in the model's only style, or they would prefer a mixture."""
         text = self.normalize_prompt(prompt).text
         styles = list(self.config.prompt_styles or ())
         named = len(styles) != 1 or re.search(rf"\b{re.escape(styles[0])}\b", text, re.IGNORECASE)
@@ -367,13 +334,13 @@ class CausalVideoPipeline(VisualPipeline):
         """
         frames = self.settings.scored_frames
         if scorer is None or isinstance(scorer, str):
-            return FrameScorer(self.named_scorer(scorer or DEFAULT_SCORER), frames=frames)
+            return FrameScorer(self.open_once(open_scorer, scorer or DEFAULT_SCORER), frames=frames)
         bound = hasattr(scorer, "bind") and not isinstance(scorer, type)
         return scorer if bound else FrameScorer(scorer, frames=frames)
 
     def named_image_pipe(self, name: str) -> Any:
         """Return the pipeline of a packaged image model, or of one in a folder, opened on first use."""
-        return self._open_once(open_image_pipe, name)
+        return self.open_once(open_image_pipe, name)
 
     def resolve_method(self, accelerator: Any, tau: Any = None, from_image: bool = False) -> VideoMethod:
         """Return the method of a call with its threshold.
@@ -382,12 +349,14 @@ class CausalVideoPipeline(VisualPipeline):
             from_image: whether the video starts from an image. If only the transformer has a LoRA for it, the draft transformer
                 does not move the image as the prompt says, and the default is `"target"`.
         """
-        moves_less = from_image and self.draft_transformer is not None and self.draft_image_lora is None
-        drafts = self.drafts and not (moves_less and self.image_lora is not None)
-        default = self.default_method if drafts else self.baseline
-        method = super().resolve_method(default if accelerator is None else accelerator)
-        unset = accelerator is None or (isinstance(accelerator, str) and "tau" not in parse_spec(accelerator)[1])
-        if tau is None and unset and method.threshold is not None:
+        if accelerator is None:
+            drafter, loras = self.draft_transformer, (self.image_lora, self.draft_image_lora)
+            is_still = from_image and drafter is not None and loras[0] is not None and loras[1] is None
+            drafts = not is_still and (drafter is not None or self.settings.draft_steps is not None)
+            accelerator = self.default_method if drafts else self.baseline
+        method = super().resolve_method(accelerator)
+        says_tau = not isinstance(accelerator, str) or "tau" in parse_spec(accelerator)[1]
+        if tau is None and method.threshold is not None and not says_tau:
             tau = self.settings.tau
         return method if tau is None else method.with_tau(tau)
 
@@ -397,13 +366,14 @@ CAUSAL_VIDEO = register_family(
         name="causal-video",
         pipeline=CausalVideoPipeline,
         components={
-            "transformer": Component((CausalVideoTransformer,), required=True, follows_dtype=True),
             "vae": Component(
                 (CausalVideoVAE, AutoencoderKLWan),
                 required=True,
                 follows_dtype=("AutoencoderKLWan",),
                 matches=VAE_SETTINGS,
             ),
+            "transformer": Component((CausalVideoTransformer,), required=True, follows_dtype=True),
+            **TEXT_COMPONENTS,
             "draft_transformer": Component(
                 (CausalVideoTransformer,), follows_dtype=True, matches=("text_dim", "motion_levels", *LATENT_SIZES)
             ),
@@ -411,7 +381,6 @@ CAUSAL_VIDEO = register_family(
             "router": Component((BlockRouter,), matches=("channels",), run_folder="router"),
             "image_lora": Component((CausalVideoLoRA,), matches=LORA_SIZE),
             "draft_image_lora": Component((CausalVideoLoRA,)),
-            **TEXT_COMPONENTS,
         },
         text_width="text_dim",
         check_compatible=validate_geometry,

@@ -1,4 +1,4 @@
-"""The engines that a pipeline keeps between calls where passes are captured, so that the next call captures nothing again."""
+"""The engines that a pipeline keeps between calls, whose captured passes the next call uses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class KeptEngines(threading.local):
 
     @contextmanager
     def freed_without_memory(self) -> Iterator[None]:
-        """Give up the engines of this thread if memory runs out within the block, so that the next call has theirs."""
+        """Give up the engines of this thread if memory runs out within the block."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -60,12 +60,11 @@ class KeptEngines(threading.local):
         described = [getattr(each, "description", None) for each in (model, model.draft_model)]
         parts = [*list_networks(model), getattr(pipe, "vqvae", None), *described]
 
-        def spare(engine: Engine) -> int:
-            fits = engine.batch_size <= MOST_WASTE * slots and engine.has_room(condition)
-            return engine.batch_size - slots if fits else -1
+        def fits(engine: Engine) -> bool:
+            return slots <= engine.batch_size <= MOST_WASTE * slots and engine.has_room(condition)
 
         key = _make_key(request, model, parts)
-        engine = self._take(key, parts, spare) or Engine(model, request.method, batch_size=slots)
+        engine = self._take(key, parts, fits) or Engine(model, request.method, batch_size=slots)
         output = generate_images(engine, condition, seeds, request.sampling, callback)
         if engine.captures:
             engine.restart()
@@ -79,7 +78,7 @@ class KeptEngines(threading.local):
         parts = [*model.networks, *(model.draft_model.networks if model.draft_model else ())]
         rows = 0 if condition.caption_embeds is None else condition.caption_embeds.shape[1]
         key = *_make_key(request, model, parts), rows, len(seeds)
-        fixed, passes = request.fixed, self._take(key, parts, lambda passes: 0)
+        fixed, passes = request.fixed, self._take(key, parts, lambda passes: True)
         if passes is None:
             clock = Clock(torch.device(model.device), False)
             passes = ScalePasses(model, request.method.bind(model), condition, len(seeds), clock)
@@ -98,19 +97,15 @@ class KeptEngines(threading.local):
             self._keep(key, parts, passes)
         return output
 
-    def _take(self, key: Any, parts: Sequence[Any], spare: Callable[[Any], int]) -> Any:
-        """Take the engine that serves a call with the fewest slots too many, out of those that are kept; None without one.
-
-        `spare` returns the number of slots of an engine that the call does not need, negative if it cannot serve.
-        """
+    def _take(self, key: Any, parts: Sequence[Any], fits: Callable[[Any], bool]) -> Any:
+        """Take an engine that serves a call, out of those that are kept; None without one."""
         # Those of other networks would keep these in memory.
         self._kept[:] = [each for each in self._kept if list(map(id, each[1])) == list(map(id, parts))]
-        found = [(spare(engine), number) for number, (other, _, engine) in enumerate(self._kept) if other == key]
-        best = min((each for each in found if each[0] >= 0), default=None)
-        if best is None:
-            del self._kept[MAX_KEPT - 1 :]  # a new one needs memory
-            return None
-        return self._kept.pop(best[1])[2]
+        for number, (other, _, engine) in enumerate(self._kept):
+            if other == key and fits(engine):
+                return self._kept.pop(number)[2]
+        del self._kept[MAX_KEPT - 1 :]  # a new one needs memory
+        return None
 
     def _keep(self, key: Any, parts: Sequence[Any], engine: Any) -> None:
         self._kept.insert(0, (key, parts, engine))
@@ -118,7 +113,7 @@ class KeptEngines(threading.local):
 
 
 def _make_key(request: ImageRequest, model: Any, parts: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what has to be the same for a call that an engine serves, beside its `parts`, the objects that it reads."""
+    """Return what has to be the same for a call that an engine serves, beside its `parts`."""
     guidance, device = request.guidance, torch.device(model.device)
     weights = [next(each.parameters(), None) for each in parts if isinstance(each, torch.nn.Module)]
     places = [None if each is None else (each.dtype, each.device) for each in weights]

@@ -1,8 +1,4 @@
-"""Registration of model families: the components that a folder of a family may have, and which settings must match.
-
-The file of a pipeline ends with `register_family`. The rest follows from the registration: optional components, dtypes, CPU
-offloading, the classes that a folder may name, trained drafters and converters.
-"""
+"""Registration of model families: the components of their folders, and which settings must match."""
 
 from __future__ import annotations
 
@@ -21,12 +17,6 @@ from vargen.values import OPTIONS, parse_int, short_repr
 StoredComponent = NetworkFolder | StoredNetwork | TokenizerFolder
 
 STORED_VALUES = ("id2label", "defaults", "prompt_styles")  # entries of an index that are not components
-_ABSENT = [None, None]  # how diffusers marks a missing component
-
-
-def class_of(entry: Any) -> str | None:
-    """Return the class name in a component's entry of an index, `[library, class name]`; None for a missing component."""
-    return entry[1] if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str) else None
 
 
 @dataclass(frozen=True)
@@ -35,13 +25,9 @@ class Component:
 
     Attributes:
         classes: allowed classes; those of transformers by their names.
-        required: whether every folder has it.
-        follows_dtype: whether it is opened in the dtype that the caller asks for, or the names of the classes that are; others
-            are opened in float32.
-        matches: by setting of this component, the setting of the transformer that must have the same value; a tuple if both
-            have the same name.
-        adapter: of a drafter trained on the transformer's features: makes the draft head for decoding, from the network and the
-            target's token model.
+        follows_dtype: whether it is opened in the caller's dtype, or the names of the classes that are; others in float32.
+        matches: by setting of this component, the setting of the transformer that must equal it; a tuple for equal names.
+        adapter: of a trained drafter: makes the draft head for decoding, from the network and the target's token model.
         drafter: of a trained drafter: the class in `vargen.decoding` that drafts with the head.
         run_folder: of a network that users train for their model: its subfolder in the folder of the training run.
     """
@@ -68,11 +54,6 @@ class Component:
         """Whether the component of this class is opened in the caller's dtype."""
         return self.follows_dtype if isinstance(self.follows_dtype, bool) else class_name in self.follows_dtype
 
-    def validate(self, name: str, given: Any) -> None:
-        """Raise TypeError unless a component that a caller passes is None, or of an allowed class or its subclass."""
-        if given is not None and not {each.__name__ for each in type(given).__mro__} & self.named_classes.keys():
-            raise TypeError(f"{name} must be a {' or '.join(self.named_classes)}, got {short_repr(given)}")
-
     def read(self, folder: Path, class_name: str, variant: str | None = None) -> StoredComponent:
         """Check the files of a component of this class; no weight is read."""
         found = self.named_classes[class_name]
@@ -95,12 +76,10 @@ TEXT_COMPONENTS = {
 
 def validate_sampling_defaults(defaults: Any, transformer: Mapping[str, Any]) -> None:
     """Raise ValueError unless `defaults` is None or a dict of valid sampling settings (None where unset)."""
-    if defaults is None:
-        return
-    if not isinstance(defaults, dict) or any(name not in OPTIONS for name in defaults):
+    if not isinstance(defaults, dict | None) or any(name not in OPTIONS for name in defaults or ()):
         raise ValueError(f"defaults must be a dict of {', '.join(OPTIONS)}, or None, got {short_repr(defaults)}")
     try:
-        _, sampling = validate_sampling({name: value for name, value in defaults.items() if value is not None})
+        _, sampling = validate_sampling({name: value for name, value in (defaults or {}).items() if value is not None})
         if transformer:
             sampling.validate_top_k(transformer["vocab_size"])
     except (ValueError, TypeError) as error:
@@ -112,9 +91,8 @@ class ModelFamily:
     """Registration of a model family.
 
     Attributes:
-        name: name of its converter: `vargen convert NAME`.
-        pipeline: pipeline class.
-        components: all components that its folders may have.
+        name: of its converter: `vargen convert NAME`.
+        components: all that its folders may have, in the order of a constructor.
         condition_settings: by kind of condition, settings that a smaller transformer must share with the transformer.
         text_width: setting of the transformer that is the width of the text encoder's features.
         check_compatible: raises ValueError unless the configurations match in what `matches` cannot express.
@@ -143,27 +121,25 @@ class ModelFamily:
         """The networks that users train to draft for their own transformer, which `load_drafter` loads."""
         return {name: component for name, component in self.components.items() if component.run_folder is not None}
 
-    def validate_index(self, index: Mapping[str, Any], file: Path, given: Container[str] = ()) -> None:
-        """Raise ValueError unless an index names all required components but those `given`, and only allowed classes."""
+    def read_index(self, index: Mapping[str, Any], file: Path, given: Container[str] = ()) -> dict[str, str]:
+        """Return the class of each component that an index names; ValueError for wrong and missing ones."""
+        found = {}
+        for name, entry in index.items():
+            known = self.components[name].named_classes if name in self.components else {}
+            if name in STORED_VALUES or entry == [None, None] or (not known and not isinstance(entry, list)):
+                continue
+            if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[1], str) or entry[1] not in known:
+                allowed = f"its class must be {' or '.join(known)}" if known else f"components are {', '.join(self.components)}"
+                raise ValueError(f"{file} has {name!r}: {short_repr(entry)}; {allowed}")
+            found[name] = entry[1]
         for name, component in self.components.items():
-            entry, known = index.get(name, _ABSENT), component.named_classes
-            if entry in (None, _ABSENT) and component.required and name not in given:
+            if component.required and name not in found and name not in given:
                 advice = f"download or convert the folder again, or pass {name} when opening it"
                 raise ValueError(f"{file} names no {name!r}; {advice}")
-            if entry is None:
-                raise ValueError(f"{file} has {name!r}: null; a missing component must be [null, null]")
-            if entry != _ABSENT and class_of(entry) not in known:
-                raise ValueError(f"{file} has {name!r}: {short_repr(entry)}; its class must be {' or '.join(known)}")
-        for name, entry in index.items():
-            if name not in (*self.components, *STORED_VALUES) and isinstance(entry, list) and entry != _ABSENT:
-                allowed = ", ".join(self.components)
-                raise ValueError(f"{file} names {name!r}, {short_repr(entry)}; the components are {allowed}")
+        return found
 
     def check(self, configs: Mapping[str, Any], id2label: Any = None, defaults: Any = None, prompt_styles: Any = None) -> None:
-        """Check that configurations by component (None for a missing one) match, and validate the values stored with them.
-
-        This runs before the weights of a folder are loaded, and in the constructor of a pipeline.
-        """
+        """Check that configurations by component match, and the values stored with them."""
         transformer = configs.get("transformer") or {}
         condition = transformer.get("condition", "")
         self.check_defaults(defaults, transformer)
@@ -189,24 +165,20 @@ class ModelFamily:
 
 
 def _check_labels(id2label: Any, num_classes: int | None) -> None:
-    """Raise ValueError unless it is None or a mapping from class numbers (also as strings, as in JSON) to names."""
-    if id2label is None:
-        return
-    if not isinstance(id2label, Mapping):
-        raise ValueError(f"id2label must be a mapping of class numbers to names, or None, got {short_repr(id2label)}")
+    """Raise ValueError unless class numbers, also as strings, map to names."""
     most = None if num_classes is None else num_classes - 1
-    for key, name in id2label.items():
+    for key, name in id2label.items() if isinstance(id2label, Mapping) else [] if id2label is None else [(id2label, None)]:
         number = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10 else key
         if parse_int(number, 0, most) is None or not isinstance(name, str):
             limit = "" if most is None else f" from 0 to {most}"
-            raise ValueError(f"id2label must map class numbers{limit} to names, got {short_repr({key: name})}")
+            raise ValueError(f"id2label must map class numbers{limit} to names, got {short_repr(key)}: {short_repr(name)}")
 
 
 FAMILIES: dict[str, ModelFamily] = {}  # by name of the pipeline class, as in model_index.json; `loading` imports all
 
 
 def register_family(family: ModelFamily) -> ModelFamily:
-    """Register a family, and derive from its components what diffusers needs of its pipeline class; returns the family."""
+    """Register a family, and derive what diffusers needs of its pipeline class; returns the family."""
     pipeline, components = family.pipeline, family.components
     offloaded = (*pipeline.model_cpu_offload_seq.split("->"), "tokenizer")
     pipeline.family = family

@@ -1,8 +1,4 @@
-"""Image pipelines: their call, which generates a request in batches and selects the best candidates; those of token models.
-
-The steps of a call are those of diffusers: check inputs, encode the prompt, resolve seeds, generate tokens with the model of
-the paradigm, decode them, return the output.
-"""
+"""Image pipelines: their call, with batches and the best of several candidates; those of token models."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch import Tensor
@@ -25,9 +22,7 @@ from vargen.models.guidance import Guidance
 from vargen.pipelines import validation
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.images import (
-    FixedTokens,
     ImagePipelineOutput,
-    InpaintSource,
     validate_decode_arguments,
     validate_source,
 )
@@ -48,9 +43,7 @@ class ImageRequest:
     Attributes:
         method: an `Accelerator` or a `ScaleSchedule`.
         condition: a `Condition` or `PromptRows`, with its negative; one row per image to generate, candidates included.
-        guidance, sampling: of all images.
-        seeds: one per image to generate.
-        num_candidates: number of images to generate for each image that is returned.
+        seeds: one per image to generate, of which `num_candidates` belong to each image that is returned.
         batch_size: maximum number of images to generate at a time; None: all.
         fixed: tokens that are kept from a source image; see `vargen.pipelines.images.FixedTokens`.
     """
@@ -121,38 +114,34 @@ class ImagePipeline(VisualPipeline):
 
         Args:
             prompt: one prompt or several; None for models of classes.
-            image: source of a variation or, with `mask_image`, of inpainting, for next-scale models: a PIL image, or a tensor
-                `[N, 3, Y, X]`, float in [0, 1] or uint8. It must have the model's size. One for all prompts, or one per prompt.
+            image: source of a variation or, with `mask_image`, of inpainting, for next-scale models: PIL images, or a tensor
+                `[N, 3, Y, X]`, float in [0, 1] or uint8, of the model's size. One for all prompts, or one per prompt.
             mask_image: white, 1 or True in the area to inpaint, or transparent if parts of the mask are; PIL images, bool,
-                uint8, or numbers in [0, 1], of the size of the image. See `vargen.pipelines.images.read_mask`. Pixels outside
-                of it are those of `image`, but for a narrow transition at its border.
+                uint8, or numbers in [0, 1]; see `vargen.pipelines.images.read_mask`. Pixels outside of it are those of
+                `image`, but for a narrow transition at its border.
             strength: fraction of the scales to regenerate, from the finest down, in [0, 1]. Default: 0.8, and 1 with a mask.
             class_labels: one class or several, by number or, where the checkpoint has them, name, for models of classes.
             num_images_per_prompt: number of images per prompt or class.
-            batch_size: maximum number of images to generate at a time; None generates all at once. If there are more, each
-                finished image makes room for the next one, so that none waits for the slowest. Images of next-scale models,
-                whose passes differ in shape, are generated batch by batch.
-            guidance_scale: scale of classifier-free guidance, at least 0; 1 disables it. In next-scale models it grows linearly
-                over the scales from none at the first to this value at the last; the official `cfg` is this value minus 1.
-                None: the checkpoint's default; so for `temperature` (at least 0; 0 is greedy), `top_k` (up to the vocabulary
-                size; 0 keeps every token) and `top_p` (in (0, 1]).
+            batch_size: maximum number of images to generate at a time; None: all. Each finished image makes room for the next
+                one; those of next-scale models, whose passes differ in shape, are generated batch by batch.
+            guidance_scale: scale of classifier-free guidance; 1 disables it. In next-scale models it grows linearly over the
+                scales from none to this value; the official `cfg` is this value minus 1. None: the checkpoint's default; so
+                for `temperature` (0 is greedy), `top_k` (0 keeps every token) and `top_p` (in (0, 1]).
             guidance_interval: last decoding step with guidance; None guides all steps. For next-token models.
-            negative_prompt: replaces the null caption in guidance; one for all prompts, or one per prompt. Models that guide
-                with a prompt of their own take none.
+            negative_prompt: replaces the null caption in guidance; one for all prompts, or one per prompt.
             accelerator: name of a preset (`vargen info presets` lists them), an `Accelerator` or a `ScaleSchedule`. None: the
-                pipeline's `default_method`. For next-token models this is `"auto"`, which drafts as many tokens as is fastest,
-                and generates the same image as `"ar"` in float32. In bfloat16 a wide pass rounds differently.
+                pipeline's `default_method`, for next-token models `"auto"`: it drafts as many tokens as is fastest, and
+                generates the same image as `"ar"` in float32. In bfloat16 a wide pass rounds differently.
             generator: a `torch.Generator` for all images in turn (None: torch's global one), or a list with one per image, on
                 which alone an image depends. A new generator on the same device with the seed `stats.seeds[i]` reproduces image
-                i on its own. This seed is the one that was passed, or another if the generator had been used before.
+                i on its own: the seed that was passed, or another if the generator had been used before.
             prompt_embeds, prompt_mask: caption features `[B, P, C]`, valid rows last, and their mask `[B, P]`, instead of a
                 prompt; not for models of transformers.
             negative_prompt_embeds, negative_prompt_mask: the same for the negative prompt; B is 1 or the number of prompts.
             num_candidates: number of candidates generated per image, of which the `scorer` selects the best. `stats.scores` has
                 the scores of all candidates.
             scorer: a name that `vargen eval` accepts, such as `"emoji-scorer"`; a `Scorer` of `vargen.scoring`; or a function
-                of images (a float tensor `[N, 3, Y, X]` in [0, 1]) and prompts that returns N numbers, higher is better. With
-                one candidate, it scores the image without selecting.
+                of images (a float tensor `[N, 3, Y, X]` in [0, 1]) and prompts that returns N numbers, higher is better.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
             return_dict: False returns `(images,)`.
             callback_on_step_end: called as `f(pipe, step, count, {"latents": tokens})` after every pass; `pipe.preview(tokens,
@@ -176,7 +165,6 @@ class ImagePipeline(VisualPipeline):
         guidance, sampling = self.resolve_sampling(
             guidance_interval, guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p
         )
-        validation.validate_num_images(num_images_per_prompt, 1, num_candidates)
         condition, num_prompts = self.encode_condition(
             prompt,
             class_labels=class_labels,
@@ -249,10 +237,7 @@ class ImagePipeline(VisualPipeline):
     def _select_candidates(
         self, result: DecodeOutput, request: ImageRequest, scorer: Scorer, prompts: Sequence[str]
     ) -> DecodeOutput:
-        """Return the rows of the best candidates, one per image; their statistics have all scores and seeds.
-
-        Candidates in `result` are grouped by image, equally many for each of `prompts`.
-        """
+        """Return the best candidate of each image; equally many belong to each of `prompts`."""
         count, stats = request.num_candidates, result.stats
         pixels = self.decode_tokens(result.tokens, result.length if stats.stopped else None, "pt")
         repeated = [prompt for prompt in prompts for _ in range(len(pixels) // len(prompts))]
@@ -279,10 +264,6 @@ class ImagePipeline(VisualPipeline):
         ]
         log_probs, plain = (torch.cat(parts) for parts in zip(*found, strict=True))
         return log_probs, plain
-
-    def _encode_source(self, source: InpaintSource, num_prompts: int, images: int) -> FixedTokens:
-        """Encode source images to the tokens that are not regenerated, one row per image."""
-        raise NotImplementedError
 
 
 class NextTokenPipeline(ImagePipeline):
@@ -317,9 +298,10 @@ class NextTokenPipeline(ImagePipeline):
     def decode_grids(self, tokens: Tensor) -> Tensor:
         """Decode tokens int64 `[B, rows, columns]` to pixels float32 `[B, 3, Y, X]` in [0, 1]."""
 
-    @abstractmethod
     def mask_generated(self, length: Tensor, size: tuple[int, int]) -> Tensor:
-        """Return which of Y rows and X columns of pixels, bool `[B, 1, Y, X]`, the first `length` `[B]` tokens determine."""
+        """Return the pixels that the first `length` `[B]` tokens determine, bool `[B, 1, Y, X]`."""
+        generated = torch.arange(self.num_tokens, device=length.device) < length[:, None]
+        return F.interpolate(generated.view(-1, 1, *self.grid).float(), size).bool()
 
     def preview(self, tokens: Tensor, num_tokens: int) -> list[Image.Image]:
         images, length = self.decode_tokens(tokens), torch.tensor([num_tokens])
@@ -330,7 +312,7 @@ class NextTokenPipeline(ImagePipeline):
 
 
 def _join_outputs(parts: list[DecodeOutput], images: int) -> DecodeOutput:
-    """Join the outputs of consecutive rows; rows that are missing because a callback stopped the call are empty."""
+    """Join the outputs of consecutive rows; rows after a stop are empty."""
     tokens, length = torch.cat([part.tokens for part in parts]), torch.cat([part.length for part in parts])
     tokens, length = (torch.cat([x, x.new_zeros(images - len(x), *x.shape[1:])]) for x in (tokens, length))
     return DecodeOutput(tokens, length, DecodeStats.merge([part.stats for part in parts]))

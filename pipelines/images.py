@@ -1,4 +1,4 @@
-"""Images in and out: results, pixels of tokens, input images, and the source and mask of variations and inpainting."""
+"""Images in and out: results, pixels of tokens, input images, sources and masks."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vargen.pipelines.regeneration import CallRecord
 
 logger = logging.getLogger("vargen")
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _CELLS_AT_ONCE = 2**14  # whose pixels are decoded at a time: 64 images of 16 x 16 tokens
 
 
@@ -58,7 +59,7 @@ class ImagePipelineOutput(BaseOutput):
         return f"<{type(self).__name__}: {count}, {self.stats}>"
 
     def parameters(self, number: int = 0) -> dict[str, Any]:
-        """Return the parameters of image `number` with which it is generated again: prompt, seed, method, model, machine."""
+        """Return the parameters with which image `number` is generated again."""
         if self._call is None or self.tokens is None:
             raise ValueError("this result was not returned by the call of a pipeline, so it has no parameters")
         return self._call.describe(number, self.stats, self.tokens)
@@ -77,16 +78,13 @@ class ImagePipelineOutput(BaseOutput):
 
 
 def validate_decode_arguments(tokens: Any, length: Any, output_type: Any, codes: int, minimum: int = 0) -> None:
-    """Validate the arguments of `decode_tokens`: tokens, of any number, are from `minimum` (-1 for none) to `codes` - 1."""
-    if not isinstance(output_type, str) or output_type not in OUTPUT_TYPES:
+    """Validate the arguments of `decode_tokens`: tokens are from `minimum` (-1 for none) to `codes` - 1."""
+    if output_type not in OUTPUT_TYPES:
         raise ValueError(f"output_type must be one of {', '.join(OUTPUT_TYPES)}, got {short_repr(output_type)}")
-    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        given = str(tokens.dtype) if isinstance(tokens, Tensor) else short_repr(tokens)
-        raise TypeError(f"tokens must be a tensor of whole numbers, got {given}")
-    if tokens.numel():
-        low, high = torch.aminmax(tokens)
-        if int(low) < minimum or int(high) >= codes:
-            raise ValueError(f"tokens must be from {minimum} to {codes - 1}, got {int(low)} to {int(high)}")
+    if not isinstance(tokens, Tensor) or tokens.dtype not in _WHOLE:
+        raise TypeError(f"tokens must be a tensor of whole numbers, got {short_repr(getattr(tokens, 'dtype', tokens))}")
+    if tokens.numel() and not (minimum <= tokens.min() and tokens.max() < codes):
+        raise ValueError(f"tokens must be from {minimum} to {codes - 1}, got {int(tokens.min())} to {int(tokens.max())}")
     if length is not None and tuple(length.shape) != (len(tokens),):
         raise ValueError(f"length must be [{len(tokens)}], one per image, got {list(length.shape)}")
 
@@ -94,8 +92,7 @@ def validate_decode_arguments(tokens: Any, length: Any, output_type: Any, codes:
 def decode_pixels(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     """Decode tokens `[B, N]`, `[B, R, G]` or latents `[B, C, R, G]` to pixels, float32 `[B, 3, Y, X]`, by parts of a batch."""
     cells = math.prod(tokens.shape[2:] if tokens.ndim == 4 else tokens.shape[1:])
-    at_once = max(1, _CELLS_AT_ONCE // cells)
-    pixels = torch.cat([decode(part).float() for part in tokens.split(at_once)])
+    pixels = torch.cat([decode(part).float() for part in tokens.split(max(1, _CELLS_AT_ONCE // cells))])
     NonFinitePixelsError.check(pixels)
     return pixels
 
@@ -107,40 +104,37 @@ def preprocess_images(
 
     Args:
         images: PIL images, a tensor `[B, 3, Y, X]` or an array `[B, Y, X, 3]`; floating-point numbers in [0, 1], or uint8.
-        side: rows and columns, or the number of both.
+        side: rows and columns, or the number of both; images of another size are resized, or refused.
         name: name of the argument in error messages.
-        resizes: whether images of another size are resized, or refused.
     """
     rows, columns = (side, side) if isinstance(side, int) else side
-    if not isinstance(images, Tensor | np.ndarray):
-        images = list(images) if isinstance(images, list | tuple) else [images]
-        if not images or not all(isinstance(image, Image.Image) for image in images):
-            raise TypeError(f"{name} must be PIL images, or a float tensor [B, 3, Y, X] in [0, 1], got {short_repr(images)}")
-        sizes = {(image.height, image.width) for image in images}
-        images = [on_white(image) for image in images]
-    elif images.ndim not in (3, 4) or 0 in images.shape:
-        raise ValueError(f"{name} must be [B, 3, Y, X] as a tensor, [B, Y, X, 3] as an array, got {list(images.shape)}")
+    if isinstance(images, Tensor | np.ndarray):
+        if images.ndim not in (3, 4) or 0 in images.shape:
+            raise ValueError(f"{name} must be [B, 3, Y, X] as a tensor, [B, Y, X, 3] as an array, got {list(images.shape)}")
+        sizes = [tuple(images.shape[-2:] if isinstance(images, Tensor) else images.shape[-3:-1])]
+        numbers = torch.as_tensor(images)
+        numbers = numbers / 255 if numbers.dtype == torch.uint8 else numbers
+        if not numbers.is_floating_point():
+            raise TypeError(f"{name} must hold floating-point numbers from 0 to 1, or be uint8, got {images.dtype}")
+        if not ((numbers >= 0) & (numbers <= 1)).all():  # NaN is no number from 0 to 1, either
+            raise ValueError(f"{name} must hold numbers from 0 to 1, or be uint8, got other numbers")
+        images = numbers.float() if isinstance(images, Tensor) else numbers.float().numpy()
     else:
-        sizes = {tuple(images.shape[-2:] if isinstance(images, Tensor) else images.shape[-3:-1])}
-        images = _unit(images, name)
-    if not resizes and (other := sizes - {(rows, columns)}):
-        found = "x".join(map(str, reversed(min(other))))
-        raise ValueError(f"{name} must be {columns}x{rows} pixels, the size of this model, got {found}; crop or resize it")
+        images = _list_images(images, name, "PIL images, or a float tensor [B, 3, Y, X] in [0, 1]")
+        sizes = [(image.height, image.width) for image in images]
+        images = [on_white(image) for image in images]
+    if not resizes and (other := [size for size in sizes if size != (rows, columns)]):
+        found = f"{other[0][1]}x{other[0][0]}; crop or resize it"
+        raise ValueError(f"{name} must be {columns}x{rows} pixels, the size of this model, got {found}")
     pixels: Tensor = processor.preprocess(images, height=rows, width=columns)
     return pixels
 
 
-def _unit(images: Any, name: str) -> Any:
-    """Convert a tensor or array to float32 in [0, 1]."""
-    numbers = torch.as_tensor(images)
-    if numbers.dtype == torch.uint8:
-        numbers = numbers.float() / 255
-    if not numbers.is_floating_point():
-        raise TypeError(f"{name} must hold floating-point numbers from 0 to 1, or uint8 from 0 to 255, got {images.dtype}")
-    low, high = (float(edge) for edge in numbers.float().aminmax())
-    if not (low >= 0 and high <= 1):  # negated so that NaN is rejected
-        raise ValueError(f"{name} must hold numbers from 0 to 1, or be uint8 from 0 to 255, got {low:g} to {high:g}")
-    return numbers.float().numpy() if isinstance(images, np.ndarray) else numbers.float()
+def _list_images(given: Any, name: str, allowed: str) -> list[Image.Image]:
+    found = list(given) if isinstance(given, list | tuple) else [given]
+    if not found or not all(isinstance(image, Image.Image) for image in found):
+        raise TypeError(f"{name} must be {allowed}, got {short_repr(given)}")
+    return found
 
 
 DEFAULT_VARIATION_STRENGTH, DEFAULT_INPAINT_STRENGTH = 0.8, 1.0  # default strength without and with a mask
@@ -162,16 +156,8 @@ class InpaintSource:
     mask: Tensor | None
     strength: float
 
-    def num_kept_scales(self, scales: int) -> int:
-        """Number of coarse scales kept from the source image. Any strength above 0 regenerates at least the finest scale."""
-        return scales - math.ceil(round(self.strength * scales, 6))
-
     def blend(self, pixels: Tensor) -> Tensor:
-        """Put the source's own pixels where the mask keeps them, with a narrow transition outside of its border.
-
-        Args:
-            pixels: generated ones, float32 `[B, 3, Y, X]` in [0, 1]; equally many of each source image.
-        """
+        """Put the source's own pixels where the mask keeps them, with a transition; float32 `[B, 3, Y, X]` in [0, 1]."""
         assert self.mask is not None
         own, area = (part.to(pixels.device).repeat_interleave(len(pixels) // len(part), 0) for part in (self.pixels, self.mask))
         width = max(1, pixels.shape[-1] // _TRANSITION)
@@ -181,7 +167,7 @@ class InpaintSource:
 
 
 def validate_source(image: Any, mask: Any, strength: Any, side: int, processor: Any) -> InpaintSource | None:
-    """Validate the `image`, `mask_image` and `strength` of a call, of `side` pixels square; returns None without an image."""
+    """Validate image, mask and strength of a call, of `side` pixels square; None without an image."""
     if image is None:
         for name, value in (("mask_image", mask), ("strength", strength)):
             if value is not None:
@@ -200,23 +186,17 @@ def _mask(mask: Any, images: int, side: int) -> Tensor:
     allowed = "a PIL image, a list of them, or numbers from 0 (keep) to 1 (regenerate) [Y, X] or [N, 1, Y, X]"
     if isinstance(mask, Tensor | np.ndarray):
         values = torch.as_tensor(mask)
-        largest = 255 if values.dtype == torch.uint8 and values.numel() and values.max() > 1 else 1
-        values = values.float() / largest
+        values = values / 255 if values.dtype == torch.uint8 and (values > 1).any() else values
         if values.ndim not in (2, 3, 4) or (values.ndim == 4 and values.shape[1] != 1):
             raise ValueError(f"mask_image must be {allowed}, got {list(values.shape)}")
-        values = values.reshape(-1, 1, *values.shape[-2:])
         if not ((values >= 0) & (values <= 1)).all():
             raise ValueError(f"mask_image must be {allowed}, got other numbers")
-        areas = list(values >= _HALF)
+        areas = list(values.reshape(-1, 1, *values.shape[-2:]) >= _HALF)
     else:
-        listed = list(mask) if isinstance(mask, list | tuple) else [mask]
-        if not listed or not all(isinstance(each, Image.Image) for each in listed):
-            raise TypeError(f"mask_image must be {allowed}, got {short_repr(mask)}")
-        areas = [torch.from_numpy(read_mask(each))[None] for each in listed]
-    for each in areas:
-        if each.shape[-2:] != (side, side):
-            found = f"{each.shape[-1]}x{each.shape[-2]}"
-            raise ValueError(f"mask_image must be {side}x{side} pixels, as the image is, got {found}")
+        areas = [torch.from_numpy(read_mask(each))[None] for each in _list_images(mask, "mask_image", allowed)]
+    if other := [each for each in areas if each.shape[-2:] != (side, side)]:
+        found = f"{other[0].shape[-1]}x{other[0].shape[-2]}"
+        raise ValueError(f"mask_image must be {side}x{side} pixels, as the image is, got {found}")
     if len(areas) not in (1, images):
         raise ValueError(f"mask_image must be one, or one for each of {images} images, got {len(areas)}")
     area = torch.stack(areas)
@@ -231,25 +211,18 @@ def read_mask(image: Image.Image) -> np.ndarray:
 
     If parts of the image are transparent, these are the area, as in OpenAI's interface and in image editors. Else it is where
     the brightest channel is at least half of the largest value: 1 if no pixel has more, else 255, or 65535 in modes of more
-    bits. In a palette image with colors, as segmentation has them, it is every color but black.
+    bits.
     """
     image = apply_orientation(image)
-    if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
+    if image.has_transparency_data:
         layer = np.asarray(image.convert("RGBA"))
         opaque = _at_least_half(layer[..., 3])
+        if opaque.any() and not opaque.all() and (layer[opaque, :3] == 255).all():
+            logger.warning("mask_image is white on transparent: its transparent area is regenerated, and the white one is kept")
         if not opaque.all():
-            if opaque.any() and (layer[opaque, :3] == 255).all():
-                logger.warning(
-                    "mask_image is white on transparent: its transparent area is regenerated, and the white one is kept"
-                )
             return ~opaque
-    if image.mode.startswith(("1", "I", "F")):
-        return _at_least_half(np.asarray(image))
-    colors = np.asarray(image.convert("RGB"))
-    brightest = colors.max(axis=2)
-    if image.mode.startswith("P") and (colors != brightest[..., None]).any():
-        return brightest > 0
-    return _at_least_half(brightest)
+    values = np.asarray(image if image.mode.startswith(("1", "I", "F")) else image.convert("RGB"))
+    return _at_least_half(values.max(axis=2) if values.ndim == 3 else values)
 
 
 def _at_least_half(values: np.ndarray) -> np.ndarray:
@@ -262,7 +235,7 @@ def _at_least_half(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class FixedTokens:
-    """Tokens of source images that are not regenerated: coarse scales, and the kept (unmasked) area of finer ones.
+    """Tokens of source images that are kept: coarse scales, and the unmasked area of finer ones.
 
     For the area, it quantizes the difference between the source image's latent and the latent generated so far, instead of the
     source image itself, because coarse generated tokens overlap the area and their error must be corrected at finer scales.
@@ -281,7 +254,7 @@ class FixedTokens:
 
     @classmethod
     def build(cls, quantizer: MultiScaleQuantizer, latent: Tensor, mask: Tensor | None, num_scales: int) -> FixedTokens:
-        """Build it from the number of kept scales and a mask, bool `[B, 1, Y, X]`, True in the area to regenerate."""
+        """Build it from the number of kept scales and a mask, bool `[B, 1, Y, X]`, True where regenerated."""
         area = None
         if mask is not None:
             area = 1 - F.max_pool2d(mask.to(latent.device, torch.float32), mask.shape[-1] // latent.shape[-1])

@@ -1,7 +1,4 @@
-"""Pipeline around an image language model of transformers, which is in memory or in a folder.
-
-Shape suffixes: B images, N tokens of the grid.
-"""
+"""Pipeline around an image language model of transformers. B images, N tokens of the grid."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from vargen.compat import report_memory, report_panics, without_autocast
+from vargen.compat import report_panics, without_autocast
 from vargen.device import select_device
 from vargen.files import atomic_merge, expand_user
 from vargen.folders.json_files import read_config
@@ -68,8 +65,6 @@ class LanguageModelPipeline(NextTokenPipeline):
         self.register_to_config(defaults=None, id2label=None, prompt_styles=None)
         self.decoding_model()  # refuses networks that do not fit
 
-    # -- folders ----------------------------------------------------------------------------------------------------------
-
     @classmethod
     @without_autocast
     def from_pretrained(  # type: ignore[override]
@@ -114,7 +109,13 @@ class LanguageModelPipeline(NextTokenPipeline):
         for each in described[1:]:
             described[0].validate_draft(each)
         kind = torch_dtype or dtype or loading.default_dtype(folders[0], place)
-        models = [_load(each, kind, place, options if number == 0 else {}) for number, each in enumerate(stored)]
+        models = []
+        for each, given in zip(stored, (options, {}), strict=False):
+            moves = given.get("device_map") is None  # else options of transformers place it
+            if moves and (each.is_quantized or given.get("quantization_config") is not None):  # cannot be moved later
+                given, moves = {**given, "device_map": {"": place}}, False
+            model = each.load(kind, **given)
+            models.append(model.to(place).eval() if moves else model.eval())
         pipe = cls(models[0], processor, models[1] if models[1:] else None, size, negative_format)
         pipe.folder = folders[0]
         if heads := list_heads(folders[0]):
@@ -133,7 +134,7 @@ class LanguageModelPipeline(NextTokenPipeline):
 
     @classmethod
     def from_pipe(cls, pipeline: Any, **changed: Any) -> Self:
-        """Return a pipeline that shares the model, processor and draft heads of another; `changed` are its arguments."""
+        """Return a pipeline that shares the parts of another, but for `changed` arguments."""
         options = pipeline._describe.keywords if isinstance(pipeline, cls) else {}
         pipe = super().from_pipe(pipeline, **{**options, **changed})
         if "model" not in changed:
@@ -203,11 +204,9 @@ class LanguageModelPipeline(NextTokenPipeline):
         return heads
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """Write the model and its processor as a folder of transformers, and each draft head in a subfolder of its name.
+        """Write a folder of transformers, with each draft head in a subfolder of its name.
 
-        `open_pipeline` opens it with its draft heads; transformers opens it without them. A draft model is not saved.
-
-        A model whose weights are offloaded by other means than `device_map` is refused.
+        `open_pipeline` opens it with its draft heads. A draft model is not saved.
 
         Args:
             kwargs: passed to `save_pretrained` of the model.
@@ -257,23 +256,13 @@ def _read_folder(
     return stored, described
 
 
-def _load(stored: StoredNetwork, dtype: torch.dtype, place: torch.device, options: dict[str, Any]) -> Any:
-    """Read the weights of a model and move it to its place, unless options of transformers place it."""
-    moves = options.get("device_map") is None
-    if moves and (stored.is_quantized or options.get("quantization_config") is not None):  # cannot be moved later
-        options, moves = {**options, "device_map": {"": place}}, False
-    with report_memory(stored.folder):
-        model = stored.load(dtype, **options)
-    return model.to(place).eval() if moves else model.eval()
-
-
 def list_heads(folder: Path) -> list[str]:
     """Return the names of the draft heads that `LanguageModelPipeline.save_pretrained` stored in a folder."""
     return [name for name in LlamaGenPipeline.family.drafters if (folder / name / "config.json").is_file()]
 
 
 def _read_heads(target: TransformersTokenModel, *names: Any) -> dict[str, NetworkFolder]:
-    """Check the draft heads in folders of training runs or of saved networks; returns them by component name."""
+    """Return the draft heads in folders of training runs or of saved networks, by component name."""
     if not target.has_features:
         raise ValueError("drafter must wait until the model is loaded without offloading, whose hooks hide its features")
     known, family = target.description, LlamaGenPipeline.family
@@ -288,5 +277,5 @@ def _read_heads(target: TransformersTokenModel, *names: Any) -> dict[str, Networ
 
 
 def accelerate(model: Any, processor: Any, draft_model: Any = None, **options: Any) -> LanguageModelPipeline:
-    """Return a pipeline for an image language model of transformers; see `LanguageModelPipeline` for arguments and errors."""
+    """Return a pipeline for an image language model of transformers; see `LanguageModelPipeline`."""
     return LanguageModelPipeline(model, processor, draft_model, **options)

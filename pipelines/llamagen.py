@@ -8,7 +8,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.compat import without_autocast
@@ -24,7 +23,6 @@ from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import NextTokenPipeline
 from vargen.pipelines.images import decode_pixels, preprocess_images
-from vargen.pipelines.prompts import PromptNames
 
 
 class LlamaGenPipeline(NextTokenPipeline):
@@ -48,35 +46,11 @@ class LlamaGenPipeline(NextTokenPipeline):
         eagle, medusa: drafters trained on the transformer's features, for the methods of these names; see `load_drafter`.
         low_res: a transformer with the same tokens and conditions and a smaller grid, which drafts for `accelerator="mulo"`.
         upsampler: predicts token probabilities from low-resolution images. Without it, they are decoded, resized and encoded.
-        **others: further drafters that are registered as components of the family.
     """
 
     low_res: LlamaGenTransformer | None = None
     upsampler: TokenUpsampler | None = None
     max_caption_tokens: Any = property(attrgetter("transformer.config.cls_token_num"))
-
-    def __init__(
-        self,
-        vqvae: VQModel,
-        transformer: LlamaGenTransformer,
-        text_encoder: Any = None,
-        tokenizer: Any = None,
-        draft_transformer: LlamaGenTransformer | None = None,
-        eagle: EagleDrafter | None = None,
-        medusa: MedusaDrafter | None = None,
-        low_res: LlamaGenTransformer | None = None,
-        upsampler: TokenUpsampler | None = None,
-        id2label: dict[int, str] | None = None,
-        defaults: dict[str, Any] | None = None,
-        prompt_styles: list[str] | None = None,
-        prompt_names: PromptNames | dict[str, str] | None = None,
-        **others: Any,
-    ):
-        self._register_components(
-            prompt_names, id2label=id2label, defaults=defaults, prompt_styles=prompt_styles,
-            vqvae=vqvae, transformer=transformer, text_encoder=text_encoder, tokenizer=tokenizer,
-            draft_transformer=draft_transformer, eagle=eagle, medusa=medusa, low_res=low_res, upsampler=upsampler, **others,
-        )  # fmt: skip
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
@@ -110,25 +84,17 @@ class LlamaGenPipeline(NextTokenPipeline):
         pixels = decode_pixels(self.vqvae.decode, tokens.to(self._device_of(self.vqvae)))
         return (pixels.clamp(-1, 1) * 0.5 + 0.5).clamp(0, 1)
 
-    def mask_generated(self, length: Tensor, size: tuple[int, int]) -> Tensor:
-        side = self.transformer.config.grid_size
-        generated = torch.arange(side * side, device=length.device) < length[:, None]
-        return F.interpolate(generated.view(-1, 1, side, side).float(), size).bool()
-
     @torch.no_grad()
     @without_autocast
     def encode_image(self, images: Any) -> Tensor:
-        """Encode PIL images or a tensor `[B, 3, Y, X]` (float in [0, 1], or uint8) to tokens int64 `[B, rows, columns]`.
-
-        Images are resized to the model's size.
-        """
+        """Encode images as of `preprocess_images`, which are resized, to tokens int64 `[B, rows, columns]`."""
         side = self.transformer.config.grid_size * self.vqvae.downsampling
         pixels = preprocess_images(images, self.image_processor, side)
         return self.vqvae.encode(pixels.to(self._device_of(self.vqvae), self.vqvae.dtype))
 
 
 def validate_low_res(configs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the grid of the low-resolution transformer divides the transformer's, and its up-sampler fits."""
+    """Raise ValueError unless the low-resolution grid divides the transformer's, and its up-sampler fits."""
     low, large = configs.get("low_res"), configs["transformer"]["grid_size"]
     if low is None and configs.get("upsampler") is not None:
         raise ValueError("upsampler needs the low_res transformer whose images it enlarges")
@@ -144,8 +110,9 @@ LLAMAGEN = register_family(
         name="llamagen",
         pipeline=LlamaGenPipeline,
         components={
-            "transformer": Component((LlamaGenTransformer,), required=True, follows_dtype=True),
             "vqvae": Component((VQModel,), required=True, matches={"codebook_size": "vocab_size"}),
+            "transformer": Component((LlamaGenTransformer,), required=True, follows_dtype=True),
+            **TEXT_COMPONENTS,
             "draft_transformer": Component(
                 (LlamaGenTransformer,), follows_dtype=True, matches=("condition", "vocab_size", "grid_size")
             ),
@@ -155,7 +122,6 @@ LLAMAGEN = register_family(
                 (LlamaGenTransformer,), follows_dtype=True, matches=("condition", "vocab_size"), run_folder="transformer"
             ),
             "upsampler": Component((TokenUpsampler,), matches=("vocab_size", "grid_size"), run_folder="upsampler"),
-            **TEXT_COMPONENTS,
         },
         condition_settings={"class": ("num_classes",), "text": ("cls_token_num", "caption_dim")},
         check_compatible=validate_low_res,

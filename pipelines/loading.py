@@ -1,7 +1,6 @@
-"""Opening models of any family by name or folder: found, checked by configurations and headers, then loaded as classes of ours.
+"""Opening models of any family: found, checked by configurations and headers, then loaded.
 
-A packaged model can share the text encoder of another packaged model instead of storing a copy. Its `borrowed.json` names the
-model that has each shared component: `{"text_encoder": "emoji", "tokenizer": "emoji", "prompt_names": "emoji"}`.
+A packaged model can take text encoder, tokenizer and names from another packaged model: `borrowed.json` names it for each.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 
 import vargen.assets
 from vargen.assets import packaged_model_path, packaged_models
-from vargen.compat import report_memory, without_autocast
+from vargen.compat import without_autocast
 from vargen.device import preferred_dtype, select_device
 from vargen.files import expand_user
 from vargen.folders.json_files import read_config, read_object
@@ -26,7 +25,7 @@ from vargen.folders.networks import WEIGHTS_STEM, NetworkFolder
 from vargen.folders.tokenizers import TokenizerFolder
 from vargen.models.quantization import quantize_weights_on_gpu, validate_quantization
 from vargen.models.storage import load_network
-from vargen.pipelines.families import FAMILIES, STORED_VALUES, ModelFamily, StoredComponent, class_of
+from vargen.pipelines.families import FAMILIES, STORED_VALUES, ModelFamily, StoredComponent
 from vargen.pipelines.model_names import FETCHING, locate_folder
 from vargen.pipelines.prompts import PromptNames
 from vargen.values import short_repr
@@ -47,9 +46,6 @@ _CODE = ("trust_remote_code", "custom_pipeline")
 _SMALL_NETWORK = 50_000_000  # parameters
 
 
-# -- opening --------------------------------------------------------------------------------------------------------------
-
-
 @without_autocast
 def open_pipeline(name: Any, *, device: str | torch.device | None = None, **options: Any) -> VisualPipeline:
     """Load a packaged model by name, a local folder, or a Hub model, of any family.
@@ -57,10 +53,8 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
     Args:
         name: name of a packaged model, such as `"emoji"`; a folder with a `model_index.json`, or of transformers with an image
             language model; or a Hub id `"owner/name"`.
-        device: device such as `"cuda"`; `"auto"` selects a GPU if there is one. The default dtype is then the fastest of the
-            device. None leaves the pipeline on the CPU.
-        **options: passed to `from_pretrained` of the pipeline's class, such as `torch_dtype` or `quantization`; see
-            `VisualPipeline` and `LanguageModelPipeline`.
+        device: such as `"cuda"`; `"auto"` selects a GPU if there is one; None: the CPU. The default dtype is its fastest.
+        **options: passed to `from_pretrained` of the pipeline's class, such as `torch_dtype` or `quantization`.
     """
     place = None if device is None else select_device(device)
     check_options(options, *list_families().values(), more=LANGUAGE_MODEL_OPTIONS)
@@ -89,7 +83,7 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
 
 
 def inspect_model(name: Any) -> VisualPipeline:
-    """Return the pipeline of a model without weights: its networks are on the meta device, so it cannot generate."""
+    """Return the pipeline of a model without weights, with networks on the meta device."""
     folder = locate_folder(name, {})
     return find_pipeline_class(folder).inspect(folder)
 
@@ -111,16 +105,11 @@ def list_families() -> dict[str, ModelFamily]:
     return FAMILIES
 
 
-# -- folders --------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ModelFolder:
     """A model folder whose components were checked; no weight was read.
 
     Attributes:
-        path: the folder.
-        family: its family.
         stored: its components by name, without those that the caller passes.
         values: the values stored with them, see `STORED_VALUES`, and `prompt_names`.
     """
@@ -132,37 +121,29 @@ class ModelFolder:
 
 
 def read_model_folder(name: Any, family: ModelFamily, options: Mapping[str, Any] | None = None) -> ModelFolder:
-    """Find a model and check its files, without reading weights.
-
-    Args:
-        name: name, folder or Hub id.
-        options: arguments of `from_pretrained`.
-    """
+    """Find a model and check its files; `options` are arguments of `from_pretrained`."""
     options = options or {}
     check_options(options, family)
     path = locate_folder(name, options)
     (index, found), file = read_index(path), path / "model_index.json"
     if found.pipeline is not family.pipeline:
         raise ValueError(f"{file} describes a {found.pipeline.__name__!r}, this class opens {family.pipeline.__name__!r}")
-    family.validate_index(index, file, options)
-    with report_memory(path):  # reading a header maps the whole file
-        places = shared_component_folders(path)
-        stored: dict[str, StoredComponent] = {}
-        for part, component in family.components.items():
-            component.validate(part, options.get(part))
-            place, entry = places.get(part, path), index.get(part)
-            if part in places and class_of(entry) is None:
-                entry = read_config(place / "model_index.json").get(part)
-            if part not in options and (class_name := class_of(entry)) is not None:
-                stored[part] = component.read(place / part, class_name, options.get("variant"))
+    names, places = family.read_index(index, file, options), shared_component_folders(path)
+    stored: dict[str, StoredComponent] = {}
+    for part, component in family.components.items():
+        known, given, place = component.named_classes, options.get(part), places.get(part, path)
+        if given is not None and not {each.__name__ for each in type(given).__mro__} & known.keys():
+            raise TypeError(f"{part} must be a {' or '.join(known)}, got {short_repr(given)}")
+        if part not in options and part in names:
+            stored[part] = component.read(place / part, names[part], options.get("variant"))
     configs: dict[str, Any] = {part: getattr(each, "config", None) for part, each in {**stored, **options}.items()}
     values: dict[str, Any] = {each: options.get(each, index.get(each)) for each in STORED_VALUES}
     try:
         family.check(configs, **values)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    names = options["prompt_names"] if "prompt_names" in options else PromptNames.load(places.get("prompt_names", path))
-    values["prompt_names"] = names
+    table = places.get("prompt_names", path)
+    values["prompt_names"] = options["prompt_names"] if "prompt_names" in options else PromptNames.load(table)
     return ModelFolder(path, family, stored, {name: value for name, value in values.items() if value is not None})
 
 
@@ -170,29 +151,25 @@ def read_index(path: Path) -> tuple[Mapping[str, Any], ModelFamily]:
     """Return the `model_index.json` of a folder and its family."""
     file = path / "model_index.json"
     if not file.is_file():
-        hint = "; `vargen convert` makes one of official files"
+        hint = "`vargen convert` makes one of official files"
         if (path / "config.json").is_file():
-            hint = "; it may be a model of transformers, which only open_pipeline and the commands for images open"
-        raise ValueError(f"{path} holds no model_index.json, so it is not a pipeline folder{hint}")
+            hint = "it may be a model of transformers, which only open_pipeline and the commands for images open"
+        raise ValueError(f"{path} holds no model_index.json, so it is not a pipeline folder; {hint}")
     index, families = read_config(file), list_families()
-    class_name = str(index.get("_class_name"))
-    if class_name not in families:
+    if (class_name := str(index.get("_class_name"))) not in families:
         raise ValueError(f"{file} describes a {class_name!r}; vargen opens {', '.join(families)}")
     return index, families[class_name]
 
 
 def check_options(options: Mapping[str, Any], *families: ModelFamily, more: Collection[str] = ()) -> None:
-    """Raise TypeError for an option of `from_pretrained` that no family has, ValueError for one that requests code."""
-    components = list(dict.fromkeys(name for family in families for name in family.components))
-    for name in options:
-        if name not in (*FETCHING, *_LOADING, *_NO_EFFECT, *_CODE, *STORED_VALUES, *components, *more):
-            allowed = ", ".join((*_LOADING, *FETCHING, *components))
-            raise TypeError(f"{name} is no argument for opening a pipeline; allowed are {allowed}")
+    """Raise TypeError for an option that no family has, ValueError for one that requests code."""
+    known = dict.fromkeys((*_LOADING, *FETCHING, *(name for family in families for name in family.components)))
+    if unknown := [name for name in options if name not in (*known, *_NO_EFFECT, *_CODE, *STORED_VALUES, *more)]:
+        raise TypeError(f"{unknown[0]} is no argument for opening a pipeline; allowed are {', '.join(known)}")
     if options.get("use_safetensors") is False:
         raise ValueError("use_safetensors must be True or left out: other weight files are not opened")
-    for name in _CODE:
-        if options.get(name):
-            raise ValueError(f"{name} must be left out, got {options[name]!r}: vargen runs no code that comes with a model")
+    if code := [name for name in _CODE if options.get(name)]:
+        raise ValueError(f"{code[0]} must be left out, got {options[code[0]]!r}: vargen runs no code that comes with a model")
 
 
 def shared_component_folders(folder: Path) -> dict[str, Path]:
@@ -207,14 +184,10 @@ def shared_component_folders(folder: Path) -> dict[str, Path]:
     return {part: packaged_model_path(name) for part, name in shared.items()}
 
 
-# -- dtypes and weights ---------------------------------------------------------------------------------------------------
-
-
 def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dtype:
     """Return the fastest dtype of a device for a folder's transformer; float32 for a small or quantized one on a CPU.
 
-    Passes of a small network are bound by the number of operations, so bfloat16 gains little. And in it, a pass over more
-    tokens rounds differently, so `auto` and `ar` no longer generate the same image for a seed.
+    bfloat16 gains a small network little, and in it `auto` and `ar` no longer generate the same image for a seed.
     """
     if torch.device(device).type == "cpu":
         if stored_quantization(folder / "transformer"):
@@ -233,51 +206,34 @@ def load_components(
     quantization: str | None,
     given: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Read the weights of a folder's components, and return these with the ones that the caller passes, by name.
+    """Read the weights of components, and return these with the ones that the caller passes.
 
     Args:
         dtype: of the components that follow it, or a dict of dtypes by component (`"default"` for those not named), as in
-            diffusers. Default: the fastest of the machine.
+            diffusers. Default: the fastest of the machine. The other steps of quantized networks are float32.
         quantization: format of the products of the networks that have one. Default: as stored.
         given: components that the caller passes.
     """
     if quantization is not None and given.get("transformer") is not None:
         raise ValueError("quantization must be left out beside a transformer: pass one that is quantized")
-    formats = {
-        part: quantization or each.config.get("quantization")
-        for part, each in model.stored.items()
-        if isinstance(each, NetworkFolder) and (part == "transformer" or "quantization" in each.config)
-    }
-    with report_memory(model.path):
-        dtypes = resolve_dtypes(model, dtype, [part for part, each in formats.items() if each])
-        found = {part: given[part] for part in model.family.components if part in given}
-        found |= {part: each.load() for part, each in model.stored.items() if isinstance(each, TokenizerFolder)}
-        for part, dtype_of_part in dtypes.items():
-            each: Any = model.stored[part]
-            is_ours = isinstance(each, NetworkFolder)
-            found[part] = load_network(each, dtype_of_part, formats.get(part)) if is_ours else each.load(dtype_of_part)
-    return found
-
-
-def resolve_dtypes(
-    model: ModelFolder, given: torch.dtype | dict[str, torch.dtype] | None, quantized: Collection[str]
-) -> dict[str, torch.dtype]:
-    """Return the dtype of each stored network, float32 for the other steps of `quantized` ones; see `load_components`."""
-    own: dict[str, torch.dtype] = given if isinstance(given, dict) else {}
-    for dtype in own.values() if own else () if given is None else (given,):
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(f"dtype must be a floating-point torch.dtype, or a dict of them by component, got {given!r}")
-    asked = given if isinstance(given, torch.dtype) else own.get("default")
-    usual = asked
+    own: dict[str, torch.dtype] = dtype if isinstance(dtype, dict) else {} if dtype is None else {"default": dtype}
+    for each in own.values():
+        if not isinstance(each, torch.dtype) or not each.is_floating_point:
+            raise ValueError(f"dtype must be a floating-point torch.dtype, or a dict of them by component, got {dtype!r}")
+    asked = usual = own.get("default")
     if asked is None and "transformer" in model.stored:
         usual = default_dtype(model.path, "cuda" if torch.cuda.is_available() else "cpu")
-    found = {}
-    for part, each in model.stored.items():
-        if isinstance(each, TokenizerFolder):
+    found = {part: given[part] for part in model.family.components if part in given}
+    for part, stored in model.stored.items():
+        if isinstance(stored, TokenizerFolder):
+            found[part] = stored.load()
             continue
-        follows = model.family.components[part].follows(each.network_class.__name__)
-        default = asked if part in quantized else usual if follows else own.get("default")
-        found[part] = own.get(part, default) or torch.float32
+        follows = model.family.components[part].follows(stored.network_class.__name__)
+        is_ours = isinstance(stored, NetworkFolder) and (part == "transformer" or "quantization" in stored.config)
+        kind = (quantization or stored.config.get("quantization")) if is_ours else None
+        default = asked if kind else usual if follows else asked if isinstance(dtype, dict) else None
+        chosen = own.get(part, default) or torch.float32
+        found[part] = load_network(stored, chosen, kind) if isinstance(stored, NetworkFolder) else stored.load(chosen)
     return found
 
 
@@ -289,14 +245,8 @@ def stored_quantization(folder: Any) -> str | None:
         return None
 
 
-# -- trained drafters -----------------------------------------------------------------------------------------------------
-
-
 def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, NetworkFolder]:
-    """Return the component name of a trained network that drafts, such as `"eagle"`, and its folder.
-
-    `name` is that of a packaged one, its folder, or the folder of the training run.
-    """
+    """Return the component name of a trained drafter and its folder; `name` as of `load_drafter`."""
     root = Path(vargen.assets.__file__).parent
     files = [file for each in family.trainable for file in sorted(root.rglob(f"{each}/config.json"))]
     packaged = {file.parent.relative_to(root).as_posix(): file.parent for file in files}  # by name, such as "emoji/eagle"
@@ -304,11 +254,12 @@ def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, NetworkFolder]
     if not os.path.isdir(folder):
         known, given = ", ".join(packaged) or "none is packaged", short_repr(str(name))
         raise ValueError(f"drafter must be a folder with a trained drafter, or a packaged one ({known}), got {given}")
-    runs = {folder / str(each.run_folder) for each in family.trainable.values()}
-    folder = next((place for place in (folder, *sorted(runs)) if (place / "config.json").is_file()), folder)
+    runs = sorted({folder / str(each.run_folder) for each in family.trainable.values()})
+    folder = next((place for place in (folder, *runs) if (place / "config.json").is_file()), folder)
+    kinds = {each.network_class.__name__: part for part, each in family.trainable.items()}
     class_name = read_object(folder / "config.json").get("_class_name")
-    for component_name, component in family.trainable.items():
-        if component.network_class.__name__ == class_name:
-            return component_name, NetworkFolder(folder, component.network_class)
-    classes = ", ".join(each.network_class.__name__ for each in family.trainable.values()) or "none"
-    raise ValueError(f"{folder} holds a {class_name!r}; drafters of a {family.pipeline.__name__} are {classes}")
+    if not isinstance(class_name, str) or class_name not in kinds:
+        classes = ", ".join(kinds) or "none"
+        raise ValueError(f"{folder} holds a {class_name!r}; drafters of a {family.pipeline.__name__} are {classes}")
+    part = kinds[class_name]
+    return part, NetworkFolder(folder, family.components[part].network_class)

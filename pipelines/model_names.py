@@ -1,7 +1,4 @@
-"""Where a model is: a packaged one, a folder, or a repository of the hub in any of the forms that people copy.
-
-Official repositories whose files vargen does not open as they are get the sentence that says what to type.
-"""
+"""Where a model is: packaged, in a folder, or on the hub by any name that people copy."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vargen.assets import packaged_model_path, packaged_models
-from vargen.files import expand_user, validate_not_interrupted
+from vargen.files import expand_user
 from vargen.values import short_repr, suggest_names
 
 FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revision")  # options of the hub
@@ -36,7 +33,8 @@ _OFFICIAL = {
     "folder, and open that folder",
     "foundationvision/llamagen": _CONVERT + "llamagen --transformer c2i_B_256.pt --vq vq_ds16_c2i.pt -o DIR",
     "foundationvision/var": _CONVERT + "var --transformer var_d16.pth --vae vae_ch160v4096z32.pth -o DIR",
-    "gdhe17/self-forcing": _CONVERT + "causal-video --transformer checkpoints/self_forcing_dmd.pt --wan Wan2.1-T2V-1.3B -o DIR",
+    "gdhe17/self-forcing": _CONVERT + "causal-video --transformer checkpoints/self_forcing_dmd.pt "
+    "--wan Wan2.1-T2V-1.3B-Diffusers -o DIR",
 }
 
 
@@ -44,8 +42,8 @@ def locate_folder(name: Any, options: Mapping[str, Any]) -> Path:
     """Return the folder of a packaged, local or Hub model.
 
     Args:
-        name: name of a packaged model, a folder, `owner/name` or `owner/name@revision` on the hub, `hf://owner/name`, or the
-            address of a page of the hub.
+        name: a packaged model, a folder, or on the hub `owner/name`, `owner/name@revision`, `hf://owner/name` or a page's
+            address.
         options: `FETCHING`, as of huggingface_hub; other options are ignored.
     """
     text = str(name)
@@ -54,7 +52,6 @@ def locate_folder(name: Any, options: Mapping[str, Any]) -> Path:
     path = expand_user(name, "model")
     if os.path.isdir(path):  # Path.is_dir would raise if the name is too long for a file name
         return path
-    validate_not_interrupted(path)
     if path.suffix.lower() in (*_PICKLES, ".safetensors"):
         raise ValueError(
             f"model must be a folder, got {short_repr(text)}; vargen convert llamagen, var or causal-video makes one"

@@ -1,4 +1,4 @@
-"""Prompts to conditions: names of emoji, cleaned captions, left-padded text features as LlamaGen was trained with."""
+"""Prompts to conditions: names of emoji, cleaned captions, left-padded text features."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vargen.compat import tokenized, tokenizer_lock, without_autocast
+from vargen.folders.json_files import read_object
 from vargen.models.guidance import Condition
 from vargen.pipelines import validation
 from vargen.values import require_int, short_repr
@@ -38,8 +39,8 @@ def left_pad(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return aligned * valid[..., None].to(features.dtype), valid
 
 
-_LATIN_ENDS = "\u0250"  # letters below it are Latin, from which an uncased tokenizer strips the accents
-_GREEK = "\u0370", "\u03ff"  # single Greek letters occur as symbols in English text
+# A letter after Latin ones, from which an uncased tokenizer strips the accents; single Greek letters occur as symbols.
+_FOREIGN_LETTER = re.compile(r"(?![\u0370-\u03ff])[^\W\d_\x00-\u024f]")
 
 
 def describe_unread_text(tokenizer: Any, prompt: str, rows: int, english: bool = True) -> list[str]:
@@ -53,11 +54,7 @@ def describe_unread_text(tokenizer: Any, prompt: str, rows: int, english: bool =
     with tokenizer_lock:
         pieces = [piece.removeprefix("##").strip("\u2581") for piece in tokenizer.convert_ids_to_tokens(ids)]
         kept = tokenizer.decode(ids[: rows + len(ids) - length]) if length > rows else ""
-    lost = sum(
-        number == tokenizer.unk_token_id
-        or (len(piece) == 1 and piece.isalpha() and piece >= _LATIN_ENDS and not _GREEK[0] <= piece <= _GREEK[1])
-        for number, piece in zip(ids, pieces, strict=True)
-    )
+    lost = ids.count(tokenizer.unk_token_id) + sum(bool(_FOREIGN_LETTER.fullmatch(piece)) for piece in pieces)
     reasons = []
     if lost and english:
         count = f"{lost} of the {len(ids)} tokens of the prompt"
@@ -69,7 +66,7 @@ def describe_unread_text(tokenizer: Any, prompt: str, rows: int, english: bool =
 
 
 def clean_caption(text: str) -> str:
-    """Apply the DeepFloyd caption cleaner (of diffusers) twice, as in the training of LlamaGen's text models."""
+    """Apply diffusers' DeepFloyd caption cleaner twice, as in the training of LlamaGen."""
     try:
         import bs4  # noqa: F401
         import ftfy  # noqa: F401
@@ -88,11 +85,10 @@ def encode_prompt(
 ) -> tuple[Tensor, Tensor]:
     """Encode prompts to `prompt_embeds` `[B, P, C]` (valid rows last, padding zero) and bool `prompt_mask` `[B, P]`.
 
-    Prompts pass through `normalize_prompt`. What the text encoder does not read of them causes a warning, as do prompts longer
-    than P tokens, which are truncated.
+    Prompts pass through `normalize_prompt`. What the text encoder does not read of them causes a warning.
 
     Args:
-        prompt: one prompt or several.
+        prompt: one prompt or several, truncated to P tokens.
         clean: clean the prompts first; see `clean_prompt` of `__call__`.
         max_sequence_length: P. Default: the transformer's maximum; required if the pipeline has no transformer.
     """
@@ -141,15 +137,14 @@ def encode_condition(
     negative_prompt_mask: Any = None,
     clean_prompt: bool = False,
 ) -> tuple[Condition, int]:
-    """Return the condition for prompts or classes, with its negative, and their number; arguments as of a pipeline's call.
-
-    All arguments are validated before a prompt is encoded.
-    """
-    negative = (None if validation.is_blank(negative_prompt) else negative_prompt, negative_prompt_embeds, negative_prompt_mask)
+    """Return the condition of a call's prompts or classes, with its negative, and their number."""
+    negative_prompt = None if validation.is_blank(negative_prompt) else negative_prompt
+    given = {"prompt": prompt, "prompt_embeds": prompt_embeds, "prompt_mask": prompt_mask}
+    negative = {"prompt": negative_prompt, "prompt_embeds": negative_prompt_embeds, "prompt_mask": negative_prompt_mask}
+    has_negative = any(value is not None for value in negative.values())
     if pipe.is_class_conditional:
-        given = {"prompt": prompt, "prompt_embeds": prompt_embeds, "prompt_mask": prompt_mask}
-        given |= dict(zip(("negative_prompt", "negative_prompt_embeds", "negative_prompt_mask"), negative, strict=True))
         named = [name for name, value in given.items() if value is not None]
+        named += [f"negative_{name}" for name, value in negative.items() if value is not None]
         if named or class_labels is None:
             use = f"this model is class-conditional: pass class_labels (0 to {pipe.num_classes - 1})"
             raise ValueError(f"{named[0]} is not supported: {use}" if named else use)
@@ -157,44 +152,38 @@ def encode_condition(
         return Condition(class_labels=torch.tensor(labels, device=pipe._device_of(pipe.transformer))), len(labels)
     if class_labels is not None:
         raise ValueError("class_labels is not supported: this model generates from text; pass a prompt")
-    has_negative = any(each is not None for each in negative)
-    features = _read_features(pipe, "prompt", prompt, prompt_embeds, prompt_mask)
-    other = _read_features(pipe, "negative_prompt", *negative) if has_negative else None
-    condition = features or Condition(None, *pipe.encode_prompt(prompt, clean_prompt))
+    features = [_read_features(pipe, "", **given), _read_features(pipe, "negative_", **negative) if has_negative else None]
+    condition = features[0] or Condition(None, *pipe.encode_prompt(prompt, clean_prompt))
     count = len(condition)
     if not has_negative:
         return condition, count
-    other = other or Condition(None, *pipe.encode_prompt(negative_prompt, clean_prompt))
+    other = features[1] or Condition(None, *pipe.encode_prompt(negative_prompt, clean_prompt))
     if len(other) not in (1, count):
         raise ValueError(f"negative_prompt must be one, or one for each of {count} prompts; got {len(other)}")
     return replace(condition, negative=other.repeat(count // len(other))), count
 
 
-def _read_features(pipe: VisualPipeline, name: str, prompt: Any, embeds: Any, mask: Any) -> Condition | None:
-    """Validate a prompt, or its features and mask, and return the condition of the latter; errors give the prompt's `name`."""
+def _read_features(pipe: VisualPipeline, kind: str, prompt: Any, prompt_embeds: Any, prompt_mask: Any) -> Condition | None:
+    """Validate a prompt, or its features and mask, of which the condition is returned."""
+    name, embeds, device = f"{kind}prompt", prompt_embeds, pipe._device_of(pipe.transformer)
     if embeds is None:
-        if mask is not None:
+        if prompt_mask is not None:
             raise ValueError(f"{name}_mask belongs to {name}_embeds, and none are given")
         validation.validate_prompts(prompt, name)
         return None
-    if not isinstance(embeds, Tensor):
-        raise TypeError(f"{name}_embeds must be a tensor, got {type(embeds).__name__}")
-    expected = (pipe.max_caption_tokens, pipe.transformer.config.caption_dim)
-    if prompt is not None or embeds.dim() != 3 or not len(embeds) or tuple(embeds.shape[1:]) != expected:
-        raise ValueError(f"{name}_embeds must be [B, {expected[0]}, {expected[1]}] without {name}, got {list(embeds.shape)}")
+    shape = (pipe.max_caption_tokens, pipe.transformer.config.caption_dim)
+    if prompt is not None or not isinstance(embeds, Tensor) or not len(embeds) or embeds.shape[1:] != shape:
+        raise ValueError(f"{name}_embeds must be a tensor [B, {shape[0]}, {shape[1]}] without {name}, got {short_repr(embeds)}")
     if not embeds.is_floating_point() or not embeds.isfinite().all():
-        kind = "NaN or infinite ones" if embeds.is_floating_point() else str(embeds.dtype)
-        raise ValueError(f"{name}_embeds must hold finite floating-point numbers, got {kind}")
-    wanted, device = list(embeds.shape[:2]), pipe._device_of(pipe.transformer)
+        raise ValueError(f"{name}_embeds must hold finite floating-point numbers, got others, of {embeds.dtype}")
     try:
-        given = torch.ones(wanted) if mask is None else torch.as_tensor(mask)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name}_mask must be {wanted}, 1 where valid, got {short_repr(mask)}") from error
-    if list(given.shape) != wanted:
-        raise ValueError(f"{name}_mask must be {wanted}, got {list(given.shape)}")
-    if not ((given == 0) | (given == 1)).all():
-        raise ValueError(f"{name}_mask must hold 1 where a row is valid and 0 elsewhere, got other values")
-    return Condition(None, embeds.to(device), given.bool().to(device))
+        mask = torch.ones(embeds.shape[:2]) if prompt_mask is None else torch.as_tensor(prompt_mask)
+        fits = mask.shape == embeds.shape[:2] and bool(((mask == 0) | (mask == 1)).all())
+    except (TypeError, ValueError, RuntimeError):
+        fits = False
+    if not fits:
+        raise ValueError(f"{name}_mask must be {list(embeds.shape[:2])}, 1 where valid, else 0, got {short_repr(prompt_mask)}")
+    return Condition(None, embeds.to(device), mask.bool().to(device))
 
 
 def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Any) -> list[str]:
@@ -211,10 +200,9 @@ def scorer_prompts(pipe: VisualPipeline, prompt: Any, condition: Any) -> list[st
 
 # A model that was trained with names, such as "grinning cat" for "😺", has a table of them in its folder.
 PROMPT_NAMES_FILE = "prompt_names.json"
-_MAX_BYTES = 2**22  # bytes of a table; one of all emoji has a fiftieth of that
-_TONES = frozenset(map(chr, range(0x1F3FB, 0x1F400)))  # skin tones, modifiers of a person or a hand
-_MODIFIERS = _TONES | set("\ufe0e\ufe0f\U000e007f")  # and variation selectors, of which some spellings of an emoji have some
-_COMBINING = _MODIFIERS | {"\u200d", "\u20e3", *map(chr, range(0xE0020, 0xE0080))}  # meaningless without a base
+_TONES = "\U0001f3fb-\U0001f3ff"  # skin tones, modifiers of a person or a hand
+_MODIFIERS = f"[{_TONES}\ufe0e\ufe0f\U000e007f]*"  # and variation selectors, of which some spellings of an emoji have some
+_COMBINING = f"[{_TONES}\ufe0e\ufe0f\u200d\u20e3\U000e0020-\U000e007f]*"  # meaningless without a base
 _EMOJI_STYLE, _KEYCAP = "\ufe0f", "\u20e3"
 _FIRST_EMOJI = "\u2190"  # characters below it, such as ©, are ordinary text unless followed by the emoji style selector
 _TONE_NAME = " skin tone"
@@ -222,7 +210,7 @@ _TONE_NAME = " skin tone"
 
 @dataclass(frozen=True)
 class NormalizedPrompt:
-    """A prompt with names inserted (`text`), and the names by the characters that they replaced (`names`), in order."""
+    """A prompt with names inserted, and the names by the characters that they replaced, in order."""
 
     text: str
     names: dict[str, str]
@@ -236,9 +224,7 @@ class PromptNames:
     """
 
     def __init__(self, names: Mapping[str, str]):
-        if not isinstance(names, Mapping):
-            raise ValueError(f"prompt_names must map characters to names, got {short_repr(names)}")
-        for typed, name in names.items():
+        for typed, name in names.items() if isinstance(names, Mapping) else [(names, "")]:
             if not (isinstance(typed, str) and isinstance(name, str) and typed and name.strip() and not typed.isascii()):
                 raise ValueError(f"prompt_names must map characters beyond ASCII to names, got {short_repr({typed: name})}")
         self.names = dict(names)
@@ -247,47 +233,38 @@ class PromptNames:
     def load(cls, folder: Path) -> PromptNames | None:
         """Read the table of a model folder; None if it has none."""
         file = folder / PROMPT_NAMES_FILE
-        if not file.is_file():
-            return None
-        try:
-            if file.stat().st_size > _MAX_BYTES:
-                raise ValueError(f"it has more than {_MAX_BYTES} bytes")
-            return cls(json.loads(file.read_text("utf-8")))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file} is not a table of names: {error}") from error
+        return cls(read_object(file)) if file.is_file() else None
 
     def save(self, folder: Path) -> None:
         """Write the table to a folder, one entry per line, sorted."""
-        lines = (f"{json.dumps(key, ensure_ascii=False)}:{json.dumps(name)}" for key, name in sorted(self.names.items()))
-        (folder / PROMPT_NAMES_FILE).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        text = json.dumps(self.names, ensure_ascii=False, indent=0, sort_keys=True, separators=(",", ":"))
+        (folder / PROMPT_NAMES_FILE).write_text(text + "\n", encoding="utf-8")
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        """The longest of the sequences, with modifiers (group 1), and what is meaningless after it."""
-        modifiers = f"[{''.join(_MODIFIERS)}]*"
+        """The longest sequence, with modifiers (group 1); the space before another (group 2)."""
         found = []
         for typed in sorted(self.names, key=len, reverse=True):
             is_text = typed[0] < _FIRST_EMOJI and _KEYCAP not in typed
-            found.append(modifiers.join(map(re.escape, typed)) + modifiers + f"{_EMOJI_STYLE}{modifiers}" * is_text)
-        return re.compile(f"({'|'.join(found)})[{''.join(_COMBINING)}]*" if found else "(?!)")
+            found.append(_MODIFIERS.join(map(re.escape, typed)) + _MODIFIERS + f"{_EMOJI_STYLE}{_MODIFIERS}" * is_text)
+        known = "|".join(found) or "(?!)"
+        return re.compile(rf"({known}){_COMBINING}(\s*(?={known}))?")
 
     def apply(self, text: str) -> NormalizedPrompt:
         """Replace sequences in `text` by their names, longest match first."""
-        first, *others = self._pattern.split(text)
-        typed, rests = others[::2], others[1::2]
-        names = {each: self._name(each) for each in typed}
-        result = first + " " * (first[-1:].isalnum() and bool(names))
-        for number, (each, rest) in enumerate(zip(typed, rests, strict=True), 1):
-            is_last = number == len(typed)
-            if is_last or rest.strip():
-                result += names[each] + " " * rest[:1].isalnum() + rest + " " * (rest[-1:].isalnum() and not is_last)
-            else:  # consecutive names are separated by a comma only
-                result += names[each] + ", "
+        names: dict[str, str] = {}
+
+        def replace_one(match: re.Match[str]) -> str:
+            names[match[1]] = self._name(match[1])
+            before, after = text[: match.start()][-1:], text[match.end() :][:1]
+            return " " * before.isalnum() + names[match[1]] + (" " * after.isalnum() if match[2] is None else ", ")
+
+        result = self._pattern.sub(replace_one, text)
         return NormalizedPrompt(result.strip() if names else text, names)
 
     def _name(self, typed: str) -> str:
-        """Return the name of a sequence with modifiers: with "dark skin tone" or "light and dark skin tones", if it has any."""
-        base = typed[0] + "".join(char for char in typed[1:] if char not in _MODIFIERS)
-        tones = dict.fromkeys(char for char in typed[1:] if char in _TONES and char in self.names)
-        named = [self.names[tone].removesuffix(_TONE_NAME) for tone in tones]
-        return self.names[base] + (f", {' and '.join(named)}{_TONE_NAME}{'s' * (len(named) > 1)}" if named else "")
+        """Return the name of a sequence with modifiers, such as "waving hand, dark skin tone"."""
+        base = typed[0] + re.sub(_MODIFIERS, "", typed[1:])
+        tones = [tone for tone in dict.fromkeys(re.findall(f"[{_TONES}]", typed[1:])) if tone in self.names]
+        named = " and ".join(self.names[tone].removesuffix(_TONE_NAME) for tone in tones)
+        return self.names[base] + (f", {named}{_TONE_NAME}{'s' * (len(tones) > 1)}" if tones else "")

@@ -1,11 +1,11 @@
-"""Generate an image again from the parameters that it carries, and compare tokens and pixels with those of the original."""
+"""Generate an image again from the parameters that it carries, and compare tokens and pixels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,13 +61,8 @@ def describe_environment(pipe: VisualPipeline) -> dict[str, Any]:
         "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
         **({"quantization": quantization} if quantization else {}),
         "processor": f"{device.type} {processor}",
-        "versions": _list_versions(),
+        "versions": {name: installed_version(name) for name in ("vargen", "torch", "diffusers", "transformers")},
     }
-
-
-@cache
-def _list_versions() -> dict[str, str | None]:
-    return {name: installed_version(name) for name in ("vargen", "torch", "diffusers", "transformers")}
 
 
 def _model_title(folder: Path) -> str:
@@ -81,11 +76,8 @@ class CallRecord:
     """What a call was given, as it was then, so that the parameters of its images can be asked for later.
 
     Attributes:
-        environment: of `describe_environment`.
         model, folder: class of the pipeline, and folder of its model; None if its components come from elsewhere.
-        request: of the call, without its condition.
-        subject: `"prompt"` or `"class_label"`, and one of them or a list, for each of which there are equally many images; None
-            for features.
+        subject: `"prompt"` or `"class_label"`, and one of them or a list, each for equally many images; None for features.
         negative: negative prompts, likewise.
         others: what else the call was given, by name; also what parameters cannot hold, such as an image to start from.
     """
@@ -99,26 +91,24 @@ class CallRecord:
     others: Mapping[str, Any]
 
     @classmethod
-    def make(cls, pipe: VisualPipeline, request: ImageRequest, prompt: Any, negative_prompt: Any, **others: Any) -> CallRecord:
+    def make(cls, pipe: VisualPipeline, request: ImageRequest, prompt: Any, negative: Any, **others: Any) -> CallRecord:
         """Record a call; arguments as the call was given them, None for those that it was not given."""
         subject = ("prompt", copy(prompt))
         if pipe.is_class_conditional:
             subject = ("class_label", request.condition.class_labels[:: request.num_candidates].tolist())
         request = replace(request, condition=None, fixed=None)
-        environment, model = describe_environment(pipe), type(pipe).__name__
-        return cls(environment, model, pipe.folder, request, subject, copy(negative_prompt), others)
+        environment, negative = describe_environment(pipe), None if is_blank(negative) else copy(negative)
+        return cls(environment, type(pipe).__name__, pipe.folder, request, subject, negative, others)
 
     def describe(self, number: int, stats: DecodeStats, tokens: Tensor) -> dict[str, Any]:
-        """Return the parameters of image `number`, in plain values, given statistics and all tokens, int64 `[B, N]`."""
-        key, subject = self.subject
-        negative = None if is_blank(self.negative) else self.negative
-        request = self.request
+        """Return the parameters of image `number` in plain values; `tokens` are all, int64 `[B, N]`."""
+        (key, subject), request = self.subject, self.request
         place = request.seeds.devices[number * request.num_candidates]
         optional = {
-            "negative_prompt": _pick(negative, number, len(tokens)),
+            "negative_prompt": _pick(self.negative, number, len(tokens)),
             "generator": None if place.type == "cpu" else str(place),
-            "prompt_embeds": subject is None or None,
-            "stopped": stats.stopped or None,
+            "prompt_embeds": subject is None,
+            "stopped": stats.stopped,
             "method": None if _is_known(request.method) else "your own",
             "guidance_interval": request.guidance.interval,
             "model_digest": self._model_digest,
@@ -150,16 +140,14 @@ def _is_known(method: Any) -> bool:
 
 
 def _pick(given: Any, number: int, images: int) -> Any:
-    """Return the value for an image: the only one, or of a list whose values each belong to equally many images."""
+    """Return the value for an image: the only one, or of a list of values for equally many images."""
     return given[number * len(given) // images] if isinstance(given, list | tuple) else given
 
 
 def describe_seed(stats: DecodeStats, number: int) -> dict[str, Any]:
-    """Return what reproduces image `number` of a call and, if a scorer was used, its score.
+    """Return the `seed` of image `number` and, if a scorer was used, `scorer` and `score`.
 
-    Returns:
-        `seed`, and with a scorer `scorer` and `score`. If there were several candidates, also `candidates`, the scores of all
-            of them, and `asked_seed`, the seed of the first.
+    If there were several candidates, also `candidates`, the scores of all, and `asked_seed`, the seed of the first.
     """
     if stats.scorer is None:
         return {"seed": stats.seeds[number]}
@@ -197,8 +185,7 @@ def regenerate(pipe: VisualPipeline, parameters: Mapping[str, Any], original: Im
         generator=torch.Generator(parameters.get("generator") or "cpu").manual_seed(parameters["seed"]),
         output_type="latent",
     )
-    image = pipe.decode_tokens(result.images)[0]
-    return compare_images(parameters, original, image, result.parameters())
+    return compare_images(parameters, original, pipe.decode_tokens(result.images)[0], result.parameters())
 
 
 def compare_images(
@@ -213,18 +200,19 @@ def compare_images(
 
 def explain_difference(parameters: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a sentence for each recorded fact that can change an image and is different here."""
-    versions, own = parameters.get("versions") or {}, here["versions"]
-    torch_versions = (versions.get("torch"), own["torch"]) if isinstance(versions, dict) else (None, None)
-    facts: Sequence[tuple[str, Any, Any]] = (
-        ("model", parameters.get("model"), here["model"]),
-        ("weights of the model (digest)", parameters.get("model_digest"), here.get("model_digest")),
-        ("dtype", parameters.get("dtype"), here["dtype"]),
-        ("quantization", parameters.get("quantization") or "none", here.get("quantization") or "none"),
-        ("processor, whose float32 sums round differently", parameters.get("processor"), here["processor"]),
-        ("torch version", *torch_versions),
-    )
+    facts = {
+        "model": "model",
+        "weights of the model (digest)": "model_digest",
+        "dtype": "dtype",
+        "quantization": "quantization",
+        "processor, whose float32 sums round differently": "processor",
+        "torch version": "torch",
+    }
+    there, own = ({"quantization": "none", **each} for each in (parameters, here))
+    for each in (there, own):
+        each["torch"] = each["versions"].get("torch") if isinstance(each.get("versions"), Mapping) else None
     return tuple(
-        f"Another {what}: {given} there, {found} here."
-        for what, given, found in facts
-        if given is not None and found is not None and given != found
+        f"Another {what}: {there[name]} there, {own[name]} here."
+        for what, name in facts.items()
+        if there.get(name) is not None and own.get(name) is not None and there[name] != own[name]
     )

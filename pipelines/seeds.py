@@ -12,9 +12,8 @@ class ImageSeeds(NamedTuple):
     """Seeds of the images of a call.
 
     Attributes:
-        seeds: per image, the seed of a generator that reproduces this image on its own.
+        seeds, devices: per image, of a generator that reproduces this image on its own.
         noise_seeds: int64 `[images]`, the key of the image's counter-based noise: the first number from such a generator.
-        devices: per image, the device of the generator.
     """
 
     seeds: list[int]
@@ -26,10 +25,7 @@ class ImageSeeds(NamedTuple):
         return ImageSeeds(self.seeds[rows], self.noise_seeds[rows], self.devices[rows])
 
     def for_candidates(self, count: int) -> ImageSeeds:
-        """Return the seeds of `count` candidates per image, grouped by image.
-
-        The first candidate has the image's own seed. The others have 32-bit seeds from a generator with the image's seed.
-        """
+        """Return the seeds of `count` candidates per image: its own, and 32-bit ones that follow from it."""
         sources = []
         for seed, device in zip(self.seeds, self.devices, strict=True):
             source = torch.Generator().manual_seed(seed)
@@ -41,10 +37,8 @@ class ImageSeeds(NamedTuple):
 def resolve_seeds(generator: Any, images: int) -> ImageSeeds:
     """Return one seed per image such that `torch.Generator(device).manual_seed(seeds[i])` reproduces image i on its own.
 
-    A list has one generator per image. A single generator is used for all images in turn, and None selects torch's global
-    generator. An unused generator contributes its initial seed. A generator that has already produced numbers cannot be
-    rebuilt from a seed, so a new 32-bit seed is sampled from it; this is also the case for the second and later images of a
-    single generator.
+    A list has one generator per image. A single generator, None for torch's global one, is used for all images in turn. An
+    unused generator contributes its initial seed; from one that has produced numbers already, a new 32-bit seed is sampled.
     """
     if isinstance(generator, list | tuple) and len(generator) != images:
         raise ValueError(f"generator is a list of {len(generator)} for {images} images (prompts x num_images_per_prompt)")

@@ -1,4 +1,4 @@
-"""What a pipeline has to do with folders and devices: its components and stored values, opening, saving, offloading."""
+"""What a pipeline has to do with folders and devices: components, opening, saving, offloading."""
 
 from __future__ import annotations
 
@@ -38,20 +38,18 @@ class StoredPipeline(DiffusionPipeline):
     prompt_names: PromptNames | None = None
     folder: Any = None
 
-    def _init_calls(self) -> None:
-        """Create what calls use beside the components."""
-
-    def _register_components(self, prompt_names: Any, **parts: Any) -> None:
-        """Validate and register components and the values stored with them, by name. This is the body of every `__init__`."""
-        values = {name: parts.pop(name) for name in STORED_VALUES if name in parts}
+    def __init__(self, *components: Any, prompt_names: Any = None, **named: Any):
+        """Validate and register components, by name or in the order of the family, and stored values."""
         known = self.family.components
-        if unknown := {name for name, component in parts.items() if component is not None} - known.keys():
+        given = {**dict(zip(known, components, strict=False)), **named}
+        if unknown := {name for name, each in given.items() if each is not None} - {*known, *STORED_VALUES}:
             raise TypeError(f"{min(unknown)} is no component of a {type(self).__name__}: {', '.join(known)}")
-        parts = {name: parts.get(name) for name in known}
+        parts = {name: given.get(name) for name in known}
+        values = {name: given[name] for name in STORED_VALUES if name in given}
         self.family.check({name: getattr(part, "config", None) for name, part in parts.items()}, **values)
         super().__init__()
         self.register_modules(**parts)
-        self.register_to_config(**values)
+        self.register_to_config(**{**dict.fromkeys(STORED_VALUES), **values})
         self.prompt_names = PromptNames(prompt_names) if isinstance(prompt_names, dict) else prompt_names
         # A pipeline loaded without networks can still encode prompts.
         factor = getattr(getattr(self, self.pixel_decoder), "downsampling", 8)
@@ -71,19 +69,16 @@ class StoredPipeline(DiffusionPipeline):
         """Load a packaged model by name (without network access), a local folder, or a Hub model (`"owner/name"`).
 
         Args:
-            torch_dtype, dtype: dtype of the transformer and of a large text encoder, or a dict of dtypes by component; the
-                two are the old and the new name in diffusers. Default: bfloat16 on machines with CUDA and on CPUs with
-                hardware bfloat16 multiplication, else float32. The image tokenizer stays in float32, as trained.
-            quantization: `"int8"` runs transformers on a CPU with 8-bit integer products, in a quarter of the memory; their
-                other steps are float32. Images differ from those of float32 in detail, and are the same for each exact method
-                and batch. Default: the format of the folder.
-            **kwargs: `variant` of the names of weight files; components that replace stored ones, or None to leave one out;
-                values that replace stored ones, such as `defaults`; `cache_dir`, `force_download`, `local_files_only`, `token`
-                and `revision` of the hub.
+            torch_dtype, dtype: dtype of the transformer and of a large text encoder, or a dict of dtypes by component; the old
+                and the new name in diffusers. Default: bfloat16 with CUDA and on CPUs with hardware bfloat16 multiplication,
+                else float32. The image tokenizer stays in float32, as trained.
+            quantization: `"int8"` runs transformers on a CPU with 8-bit integer products, in a quarter of the memory. Images
+                differ from those of float32 in detail, and are the same for each exact method and batch. Default: as stored.
+            **kwargs: `variant` of the names of weight files; components or stored values, such as `defaults`, that replace
+                those of the folder, None to leave one out; `cache_dir`, `force_download`, `local_files_only`, `token` and
+                `revision`.
 
-        Raises:
-            ValueError, TypeError: before any weight is loaded, for invalid arguments or folders.
-            MemoryError: if the weights do not fit in memory; the message reports their size in bytes.
+        Invalid arguments or folders raise ValueError or TypeError before any weight is loaded.
         """
         if dtype is not None and torch_dtype is not None:
             raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
@@ -112,7 +107,7 @@ class StoredPipeline(DiffusionPipeline):
 
     @classmethod
     def from_pipe(cls, pipeline: DiffusionPipeline, **changed: Any) -> Self:
-        """Return a pipeline that shares the components of another and the values stored with them, but for `changed` ones."""
+        """Return a pipeline that shares components and stored values of another, but for `changed` ones."""
         if not isinstance(pipeline, cls):
             raise TypeError(f"pipeline must be a {cls.__name__}, got {type(pipeline).__name__}")
         pipe = cls(**{**pipeline.components, **changed})
@@ -122,10 +117,7 @@ class StoredPipeline(DiffusionPipeline):
 
     @property
     def components(self) -> dict[str, Any]:
-        """The components by name, None for a missing one, and the values stored with them that are set.
-
-        `type(pipe)(**pipe.components)` generates what `pipe` does.
-        """
+        """The components and stored values by name: `type(pipe)(**pipe.components)` generates what `pipe` does."""
         values = {name: self.config.get(name) for name in STORED_VALUES} | {"prompt_names": self.prompt_names}
         found = {name: getattr(self, name) for name in self.family.components}
         return {**found, **{name: value for name, value in values.items() if value is not None}}
@@ -136,9 +128,7 @@ class StoredPipeline(DiffusionPipeline):
         return set(cls.family.components), {*STORED_VALUES, "prompt_names"}
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """Write a folder that `from_pretrained` can load. Files are written atomically, and none is written if saving fails.
-
-        A pipeline whose weights are offloaded layer by layer is refused.
+        """Write a folder that `from_pretrained` can load. Files are whole, and none is written if saving fails.
 
         Args:
             save_directory: created if missing. Other files in it are kept, except those of a model saved there earlier.
@@ -157,17 +147,13 @@ class StoredPipeline(DiffusionPipeline):
             (folder / PROMPT_NAMES_FILE).unlink(missing_ok=True)
 
     def load_drafter(self, drafter: Any, *others: Any) -> str:
-        """Load a network that `vargen train drafter` trained for this model, and use it in later calls.
+        """Load a network that was trained for this model; it becomes a component, whose name is returned.
 
-        It becomes a part of the pipeline: `save_pretrained` writes it and `from_pretrained` restores it. Folders that hold no
-        such network, damaged files, or a network that does not match the model are refused before any weight is read.
+        What is no such network, or does not match the model, is refused before any weight is read.
 
         Args:
             drafter: folder of the training run or of the saved network, or the name of a packaged one, such as `"emoji/eagle"`.
             others: further ones, such as the up-sampler of a low-resolution transformer. All are loaded, or none.
-
-        Returns:
-            Name of the component of `drafter`, such as `"eagle"`.
         """
         return next(iter(self._load_drafters(drafter, *others)))
 
@@ -192,8 +178,6 @@ class StoredPipeline(DiffusionPipeline):
         self.register_modules(**networks)
         return networks
 
-    # -- devices ----------------------------------------------------------------------------------------------------------
-
     @property
     def has_weights(self) -> bool:
         """Whether it is no pipeline of `inspect_model`."""
@@ -214,17 +198,12 @@ class StoredPipeline(DiffusionPipeline):
         return super()._execution_device if offloaded is None else find_device(offloaded)
 
     def _require_weights(self, action: str) -> None:
-        """Raise ValueError naming a component whose weights are elsewhere; see `vargen.models.storage.require_weights`."""
+        """Raise ValueError naming a component whose weights are elsewhere."""
         for name, network in self._networks().items():
             require_weights(network, action, name)
 
-    def maybe_free_model_hooks(self) -> None:
-        """As in diffusers, which looks at all components even where none is offloaded."""
-        if getattr(self, "_all_hooks", None):
-            super().maybe_free_model_hooks()
-
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """As in diffusers. While weights are offloaded layer by layer, it is refused: hooks would load them as they were."""
+        """As in diffusers; refused while weights are offloaded layer by layer, as hooks would undo it."""
         self._require_weights("moved or cast")
         moved: Self = super().to(*args, **kwargs)
         return moved

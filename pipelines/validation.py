@@ -1,4 +1,4 @@
-"""Validation of a call's arguments, without loaded weights. Errors name the argument, its value and what is allowed."""
+"""Validation of a call's arguments. Errors name the argument, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from unicodedata import category
 import numpy as np
 from torch import Tensor
 
-from vargen.decoding import PRESETS, Accelerator, Sampling
+from vargen.decoding import Sampling
 from vargen.models.guidance import Guidance
-from vargen.values import MAX_SEED, parse_int, require_int, short_repr
+from vargen.values import MAX_SEED, require_int, short_repr
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 MAX_IMAGES = 1024  # per call; a larger number is a typo or a job for a batch script
@@ -46,7 +46,7 @@ def is_blank(prompt: Any) -> bool:
 
 
 def validate_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
-    """Split the settings into the guidance scale (default 1) and a `Sampling` of `temperature`, `top_k` and `top_p`."""
+    """Split the settings into the guidance scale (default 1) and a `Sampling` of the others."""
     others = {name: value for name, value in settings.items() if name != "guidance_scale"}
     return Guidance(settings.get("guidance_scale", 1.0)).scale, Sampling(**others)
 
@@ -56,26 +56,23 @@ def resolve_class_labels(class_labels: Any, num_classes: int, id2label: dict[int
     if isinstance(class_labels, Tensor | np.ndarray):
         class_labels = class_labels.flatten().tolist()
     labels = [class_labels] if isinstance(class_labels, Integral | str) else class_labels
-    if not isinstance(labels, Sequence) or not labels:
+    listed = labels if isinstance(labels, Sequence) else []
+    if not listed or not all(isinstance(each, Integral | str) and not isinstance(each, bool) for each in listed):
         raise TypeError(f"class_labels must be a class number or name, or a list of them, got {short_repr(class_labels)}")
-    return [_class_number(label, num_classes, id2label or {}) for label in labels]
-
-
-def _class_number(label: Any, num_classes: int, id2label: dict[int, str]) -> int:
-    if isinstance(label, str):
-        numbers = {name.strip().lower(): number for number, names in id2label.items() for name in names.split(",")}
-        if label.strip().lower() in numbers:
-            return numbers[label.strip().lower()]
-        near = difflib.get_close_matches(label.lower(), numbers, n=3)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "give the class number"
-        raise ValueError(f"unknown class name {short_repr(label)}; {hint}")
-    if isinstance(label, bool) or not isinstance(label, Integral):
-        raise TypeError(f"class_labels must hold class numbers or names, got {short_repr(label)}")
-    return require_int("class label", label, 0, num_classes - 1)
+    names = {name.strip().lower(): number for number, names in (id2label or {}).items() for name in names.split(",")}
+    numbers = []
+    for label in listed:
+        number = names.get(label.strip().lower()) if isinstance(label, str) else label
+        if number is None:
+            near = difflib.get_close_matches(str(label).lower(), names, n=3)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "give the class number"
+            raise ValueError(f"unknown class name {short_repr(label)}; {hint}")
+        numbers.append(require_int("class label", number, 0, num_classes - 1))
+    return numbers
 
 
 def validate_num_images(num_images_per_prompt: Any, prompts: int, candidates: int = 1) -> int:
-    """Return the count as an int. Raises ValueError if it is below 1 or the call would exceed `MAX_IMAGES` images."""
+    """Return the count; ValueError if it is below 1 or the call has over `MAX_IMAGES` images."""
     count = require_int("num_images_per_prompt", num_images_per_prompt, 1)
     if count * prompts * candidates > MAX_IMAGES:
         found = f"{prompts} prompts x {short_repr(count)}" + (f" x {candidates} candidates" if candidates > 1 else "")
@@ -103,31 +100,3 @@ def validate_seed(seed: Any, images: int) -> int:
 def validate_batch_size(batch: Any, name: str = "batch") -> int:
     """Raise ValueError unless it is a whole number of images from 1 to `MAX_IMAGES`."""
     return require_int(name, batch, 1, MAX_IMAGES)
-
-
-def validate_prompt_schedule(prompt_schedule: Any, num_blocks: int) -> dict[int, str]:
-    if prompt_schedule is None:
-        return {}
-    last = num_blocks - 1
-    if not isinstance(prompt_schedule, Mapping) or any(parse_int(block, 1, last) is None for block in prompt_schedule):
-        raise ValueError(f"prompt_schedule must map blocks from 1 to {last} to prompts, got {short_repr(prompt_schedule)}")
-    for prompt in prompt_schedule.values():
-        if len(validate_prompts(prompt, "prompt_schedule")) != 1:
-            raise ValueError(f"prompt_schedule must have one prompt for each block, got {short_repr(prompt)}")
-    return dict(prompt_schedule)
-
-
-def validate_draft_size(method: Accelerator, tokens: int) -> None:
-    """Raise ValueError if drafts of a size that was asked for do not fit a grid; those of presets are limited to it."""
-    preset = PRESETS.get(method.name.partition(":")[0])
-    asked, usual = (_draft_sizes(getattr(each, "drafter", None), tokens) for each in (method, preset))
-    for name, (size, most) in asked.items():
-        if size > most and usual.get(name) != (size, most):
-            raise ValueError(f"{name} must be at most {most} for a grid of {tokens} tokens, got {size}")
-
-
-def _draft_sizes(drafter: Any, tokens: int) -> dict[str, tuple[int, int]]:
-    """Return the sizes of drafts that a grid limits, by the name of the setting, each with its maximum."""
-    depth = getattr(getattr(drafter, "shape", drafter), "depth", None)
-    sizes = {"window": getattr(drafter, "window", None), "length": getattr(drafter, "length", None), "depth": depth}
-    return {name: (size, tokens - (name != "window")) for name, size in sizes.items() if isinstance(size, int)}

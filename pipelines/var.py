@@ -1,8 +1,9 @@
-"""`VARPipeline`: text or class to image, scale by scale, with a VAR transformer and its multi-scale tokenizer."""
+"""`VARPipeline`: text or class to image, scale by scale."""
 
 from __future__ import annotations
 
 import copy
+import math
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -26,7 +27,6 @@ from vargen.pipelines.images import (
     preprocess_images,
     validate_decode_arguments,
 )
-from vargen.pipelines.prompts import PromptNames
 
 
 class VARPipeline(ImagePipeline):
@@ -54,23 +54,6 @@ class VARPipeline(ImagePipeline):
     image_size: Any = property(attrgetter("vqvae.image_size"))
     codebook: Any = property(attrgetter("vqvae.codebook"))
     max_caption_tokens: Any = property(attrgetter("transformer.config.caption_rows"))
-
-    def __init__(
-        self,
-        vqvae: MultiScaleVQModel,
-        transformer: VARTransformer,
-        text_encoder: Any = None,
-        tokenizer: Any = None,
-        draft_transformer: VARTransformer | None = None,
-        id2label: dict[int, str] | None = None,
-        defaults: dict[str, Any] | None = None,
-        prompt_styles: list[str] | None = None,
-        prompt_names: PromptNames | dict[str, str] | None = None,
-    ):
-        self._register_components(
-            prompt_names, id2label=id2label, defaults=defaults, prompt_styles=prompt_styles, vqvae=vqvae,
-            transformer=transformer, text_encoder=text_encoder, tokenizer=tokenizer, draft_transformer=draft_transformer,
-        )  # fmt: skip
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
@@ -101,7 +84,8 @@ class VARPipeline(ImagePipeline):
 
         latent, quantizer = per_image(self._encode_latent(source.pixels)), self._quantizer()
         mask = None if source.mask is None else per_image(source.mask)
-        return FixedTokens.build(quantizer, latent, mask, source.num_kept_scales(len(quantizer.scales)))
+        scales = len(quantizer.scales)  # of which any strength above 0 regenerates at least the finest
+        return FixedTokens.build(quantizer, latent, mask, scales - math.ceil(round(source.strength * scales, 6)))
 
     @torch.no_grad()
     @without_autocast
@@ -125,7 +109,7 @@ class VARPipeline(ImagePipeline):
         return self.decode_tokens(tokens, torch.full((len(tokens),), num_tokens))
 
     def _accumulate_scales(self, tokens: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the sum over the complete scales, `[B, C, R, G]`, and bool `[B]`, whether there is any complete scale."""
+        """Return the sum over the complete scales, `[B, C, R, G]`, and whether there is any, bool `[B]`."""
         device, quantizer = self._device_of(self.vqvae), self._quantizer()
         tokens = tokens.to(quantizer.embedding.weight.device if not quantizer.embedding.weight.is_meta else device)
         ends = torch.tensor([side * side for side in quantizer.scales]).cumsum(0).tolist()
@@ -151,7 +135,7 @@ class VARPipeline(ImagePipeline):
     @torch.no_grad()
     @without_autocast
     def encode_image(self, images: Any) -> Tensor:
-        """Encode images to tokens int64 `[B, L]` of all scales, from coarse to fine; see `LlamaGenPipeline.encode_image`."""
+        """Encode images, which are resized, to tokens int64 `[B, L]` of all scales, from coarse to fine."""
         latent = self._encode_latent(preprocess_images(images, self.image_processor, self.vqvae.image_size))
         return torch.cat([tokens.flatten(1) for tokens in self._quantizer().quantize(latent)], dim=1)
 
@@ -161,16 +145,16 @@ VAR = register_family(
         name="var",
         pipeline=VARPipeline,
         components={
-            "transformer": Component((VARTransformer,), required=True, follows_dtype=True),
             "vqvae": Component(
                 (MultiScaleVQModel,),
                 required=True,
                 matches={"codebook_size": "vocab_size", "codebook_embed_dim": "code_dim", "scales": "scales"},
             ),
+            "transformer": Component((VARTransformer,), required=True, follows_dtype=True),
+            **TEXT_COMPONENTS,
             "draft_transformer": Component(
                 (VARTransformer,), follows_dtype=True, matches=("condition", "vocab_size", "code_dim", "scales")
             ),
-            **TEXT_COMPONENTS,
         },
         condition_settings={"class": ("num_classes",), "text": ("caption_rows", "caption_dim")},
         convert=convert_var,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from html import unescape
 from itertools import pairwise
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from vargen.decoding.video.denoising import SHIFT, STEPS, TIMESTEPS, shifted_lev
 from vargen.decoding.video.policies import validate_threshold
 from vargen.folders.networks import require_equal
 from vargen.models.causal_video.network import geometry_from_config
-from vargen.values import number_field, parse_float, short_repr, validate_fields
+from vargen.values import number_field, one_line, parse_float, short_repr, validate_fields
 
 
 @dataclass(frozen=True)
@@ -46,29 +46,24 @@ class VideoSettings:
 
     def __post_init__(self) -> None:
         validate_fields(self)
-        for name, maximum in (("levels", 1), ("steps", TIMESTEPS), ("draft_steps", TIMESTEPS)):
-            if (given := getattr(self, name)) is not None and not _falls(given, maximum):
-                raise ValueError(f"{name} must fall from at most {maximum} to above 0, got {short_repr(given)}")
-        motions = self.motions
-        if not isinstance(motions, list | tuple) or not all(isinstance(each, str) and each.strip() for each in motions):
-            raise ValueError(f"motions must be a list of phrases, got {short_repr(motions)}")
-        if self.image_model is not None and self.image_model not in (packaged := packaged_models()):
-            raise ValueError(f"image_model must be one of {', '.join(packaged)}, got {short_repr(self.image_model)}")
-        if self.prompt_cleaning not in (None, "whitespace"):
-            raise ValueError(f"prompt_cleaning must be 'whitespace' or null, got {short_repr(self.prompt_cleaning)}")
+        for name, most in (("levels", 1), ("steps", TIMESTEPS), ("draft_steps", TIMESTEPS)):
+            if (given := getattr(self, name)) is not None and not _falls(given, most):
+                raise ValueError(f"{name} must fall from at most {most} to above 0, got {short_repr(given)}")
+        if not isinstance(self.motions, list | tuple) or not all(isinstance(each, str) and each for each in self.motions):
+            raise ValueError(f"motions must be a list of phrases, got {short_repr(self.motions)}")
+        for name, known in (("image_model", packaged_models()), ("prompt_cleaning", ["whitespace"])):
+            if (chosen := getattr(self, name)) is not None and chosen not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, or null, got {short_repr(chosen)}")
         if self.tau is not None:
             validate_threshold(self.tau)
 
     @classmethod
     def read(cls, defaults: Any, transformer: Any = None) -> VideoSettings:
-        """Return the settings of a checkpoint; None selects the usual value. Raises ValueError for an invalid one."""
-        known = [each.name for each in fields(cls)]
-        if defaults is not None and (not isinstance(defaults, dict) or any(name not in known for name in defaults)):
-            raise ValueError(f"defaults must be a dict of {', '.join(known)}, or None, got {short_repr(defaults)}")
+        """Return the settings of a checkpoint; ValueError for an invalid one."""
         try:
             return cls(**{name: value for name, value in (defaults or {}).items() if value is not None})
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"defaults: {error}") from error
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"defaults: {one_line(error)}") from error
 
     def resolve_levels(self, draft: bool = False) -> tuple[float, ...]:
         """Return the noise levels of the steps, for the target or for the drafting model."""
@@ -78,10 +73,7 @@ class VideoSettings:
         return shifted_levels(steps or self.steps, self.shift)
 
     def clean(self, prompt: str) -> str:
-        """Clean a prompt as in the training of Wan's text encoder, if the checkpoint asks for it.
-
-        Unicode is repaired (with ftfy, if it is installed), as are HTML entities, and white space is merged.
-        """
+        """Clean a prompt as in the training of Wan's text encoder, if the checkpoint asks for it."""
         if self.prompt_cleaning is None:
             return prompt
         with suppress(ImportError):
@@ -91,13 +83,11 @@ class VideoSettings:
         return " ".join(unescape(unescape(prompt)).split())
 
 
-def _falls(values: Any, maximum: float) -> bool:
-    """Whether values are a non-empty list of numbers that fall from at most `maximum` to above 0."""
-    numbers = [parse_float(value) for value in values] if isinstance(values, list | tuple) else []
-    found = [number for number in numbers if number is not None]
-    if not found or len(found) < len(numbers):
+def _falls(values: Any, most: float) -> bool:
+    """Whether values are a non-empty list of numbers that fall from at most `most` to above 0."""
+    if not isinstance(values, list | tuple) or not values or None in map(parse_float, values):
         return False
-    return all(a > b for a, b in pairwise(found)) and 0 < found[-1] <= found[0] <= maximum
+    return all(a > b for a, b in pairwise(values)) and 0 < values[-1] <= values[0] <= most
 
 
 LORA_SIZE = ("dim", "ffn_dim", "num_layers")  # of a LoRA and its network

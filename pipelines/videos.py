@@ -1,12 +1,11 @@
-"""Video output: the result of a call, a video stream, and writing MP4, GIF and WebP files atomically."""
+"""Video output: the result of a call, and writing MP4, GIF and WebP files atomically."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +14,13 @@ from diffusers.utils import BaseOutput
 from PIL import Image
 from torch import Tensor
 
-from vargen.compat import without_autocast
-from vargen.decoding import BlockStream, VideoBlock, VideoMethod
-from vargen.decoding.video.interfaces import DraftRouter
 from vargen.files import atomic_file, expand_user
-from vargen.models.tokenizers.video_vae import DecodeState, StreamingDecoder, WanStreamingDecoder
 from vargen.mp4 import Mp4Writer, import_av
-from vargen.values import parse_float, short_repr
+from vargen.values import NumberRange, short_repr
 from vargen.weight_files import weights_digest
 
 FORMATS = (".mp4", ".gif", ".webp")
+_FPS = NumberRange(0, 1000, open_below=True)
 
 
 def validate_video_path(path: Any, name: str = "path") -> Path:
@@ -38,7 +34,7 @@ def validate_video_path(path: Any, name: str = "path") -> Path:
 
 
 def save_video(frames: Any, path: Any, fps: float, comment: str = "") -> Path:
-    """Write a video file atomically: no partial file is left after an error. GIF and WebP files loop, MP4 needs PyAV.
+    """Write a video file atomically. GIF and WebP files loop, MP4 needs PyAV.
 
     Args:
         frames: PIL images, or numbers in [0, 1] as a NumPy array `[F, Y, X, 3]` or a torch tensor `[F, 3, Y, X]`.
@@ -46,21 +42,21 @@ def save_video(frames: Any, path: Any, fps: float, comment: str = "") -> Path:
         fps: frames per second.
         comment: stored in the file's metadata if the format supports it.
     """
-    file, rate = validate_video_path(path), parse_float(fps)
-    if rate is None or rate <= 0:
-        raise ValueError(f"fps must be a number above 0, got {short_repr(fps)}")
+    file, rate = validate_video_path(path), float(_FPS.check("fps", fps) or 0)
     images = _to_pil_frames(frames)
-    options: dict[str, Any] = {"save_all": True, "append_images": images[1:], "loop": 0, "duration": round(1000 / rate)}
+    kinds: dict[str, Any] = {
+        ".gif": {"format": "GIF", "disposal": 2, "comment": comment.encode()[:255] or None},
+        ".webp": {"format": "WEBP", "lossless": True},
+    }
     with atomic_file(file) as temporary:
-        if file.suffix.lower() == ".mp4":
+        if (options := kinds.get(file.suffix.lower())) is not None:
+            options |= {"save_all": True, "append_images": images[1:], "loop": 0, "duration": round(1000 / rate)}
+            images[0].save(temporary, **options)
+        else:
             writer = Mp4Writer(str(temporary), images[0].size, rate, comment)
             for image in images:
                 writer.add(image)
             writer.close()
-        elif file.suffix.lower() == ".gif":
-            images[0].save(temporary, format="GIF", disposal=2, comment=comment.encode()[:255] or None, **options)
-        else:
-            images[0].save(temporary, format="WEBP", lossless=True, **options)
     return file
 
 
@@ -76,10 +72,6 @@ def _to_pil_frames(frames: Any) -> list[Image.Image]:
     if len({frame.size for frame in frames}) > 1:
         raise ValueError(f"frames must be of one size, got {sorted({frame.size for frame in frames})[:4]}")
     return [frame.convert("RGB") for frame in frames]
-
-
-if TYPE_CHECKING:
-    from vargen.pipelines.causal_video import CausalVideoPipeline
 
 
 @dataclass(repr=False)
@@ -106,79 +98,8 @@ class CausalVideoPipelineOutput(BaseOutput):
         return f"<{type(self).__name__}: {len(every)} video{'s' if len(every) != 1 else ''}, {seconds}>"
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
-class VideoStream(BlockStream):
-    """A `BlockStream` that encodes its prompts itself; see `CausalVideoPipeline.stream`.
-
-    Attributes:
-        pipe: encodes prompts.
-        frame_scorer: scores drafts, for methods that need it: an object with `bind`; see `FrameScorer`.
-        prompts: further prompts, by the number of the block from which on each applies.
-        clean_prompt: see `ImagePipeline`.
-        fps: frames per second.
-    """
-
-    pipe: CausalVideoPipeline
-    frame_scorer: Any
-    prompts: Mapping[int, str]
-    clean_prompt: bool
-    fps = property(attrgetter("pipe.fps"))
-
-    @torch.no_grad()
-    @without_autocast
-    def __next__(self) -> VideoBlock:
-        if (prompt := self.prompts.get(len(self.stats.blocks))) is not None:
-            self.switch_prompt(prompt)
-        return super().__next__()
-
-    @torch.no_grad()
-    @without_autocast
-    def switch_prompt(self, prompt: str) -> None:
-        """Use another prompt from the next block on, also to score drafts."""
-        condition = self.pipe.encode_video_condition(prompt, None, self.clean_prompt)
-        score = None if self.frame_scorer is None else self.frame_scorer.bind(self.pipe.scorer_prompt(prompt))
-        self.change_prompt(condition, score)
-
-
-@dataclass(frozen=True)
-class _FunctionDecoder:
-    """Decoder of each block by itself, by a function."""
-
-    function: Callable[[Tensor], Tensor]
-
-    def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:
-        """See `StreamingDecoder`."""
-        pixels = self.function(latents_BFCYX)
-        if not isinstance(pixels, Tensor) or pixels.ndim != 5 or pixels.shape[2] != 3 or not pixels.shape[1]:
-            got = list(pixels.shape) if isinstance(pixels, Tensor) else short_repr(pixels)
-            raise ValueError(f"preview_decoder must return pixels [1, F, 3, Y, X], got {got}")
-        return pixels, DecodeState((state or DecodeState()).frames + latents_BFCYX.shape[1])
-
-
-def streaming_decoder(vae: Any) -> StreamingDecoder:
-    """Return the decoder of latents, block by block."""
-    return vae if isinstance(vae, StreamingDecoder) else WanStreamingDecoder(vae)
-
-
-def resolve_preview_decoder(pipe: CausalVideoPipeline, preview_decoder: Any) -> StreamingDecoder | None:
-    """Return the decoder of frames that are scored; None to score the frames of the result.
-
-    Args:
-        preview_decoder: a `StreamingDecoder`, such as a `PreviewDecoder`, or a function of normalized latents `[1, F, C, Y, X]`
-            of a block that returns pixels `[1, F', 3, Y', X']` in [-1, 1], such as a tiny autoencoder. None: that of the model.
-    """
-    if preview_decoder is None:
-        return pipe.preview_decoder
-    if isinstance(preview_decoder, StreamingDecoder) and not isinstance(preview_decoder, type):
-        return preview_decoder
-    if not callable(preview_decoder) or isinstance(preview_decoder, type):
-        allowed = "a function of latents, or an object with decode_block"
-        raise TypeError(f"preview_decoder must be {allowed}, got {short_repr(preview_decoder)}")
-    return _FunctionDecoder(preview_decoder)
-
-
 def stack_videos(videos: list[list[Tensor]], output_type: str) -> Any:
-    """Concatenate the blocks `[F, ...]` of each video, and convert them to the output type."""
+    """Join the blocks `[F, ...]` of each video, uint8 for PIL images, in the output type."""
     if output_type == "pil":
         return [[Image.fromarray(frame) for part in parts for frame in part.permute(0, 2, 3, 1).numpy()] for parts in videos]
     whole = [torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float32) for parts in videos]
@@ -189,22 +110,6 @@ def stack_videos(videos: list[list[Tensor]], output_type: str) -> Any:
     return np.stack(arrays) if alike else arrays
 
 
-def to_output_frames(block: VideoBlock, output_type: str) -> Tensor:
-    """Return the part of a block that is kept until the video is complete."""
-    if output_type == "latent":
-        return block.latents
-    return block.frames.mul(255).round().byte().cpu() if output_type == "pil" else block.frames
-
-
 def drafter_digest(pipe: Any, exit_step: int) -> str:
     """Return the digest of the network that makes the drafts, the same in float32 and bfloat16."""
     return weights_digest(pipe.transformer if exit_step else pipe.draft_transformer, dtype=torch.bfloat16)
-
-
-def bind_router(pipe: Any, method: VideoMethod) -> DraftRouter | None:
-    """Return the router of a pipeline for a method, or None if the method needs none or there is none."""
-    router = pipe.router
-    if router is None or not method.policy.needs_router:
-        return None
-    router.validate_drafter(drafter_digest(pipe, method.exit_step), method.exit_step)
-    return router.rank

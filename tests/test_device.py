@@ -100,27 +100,3 @@ def test_importing_the_package_lets_waiting_threads_sleep_by_default() -> None:
 def test_an_invalid_device_is_refused(wrong: Any) -> None:
     rejects(lambda: device.select_device(wrong), "device")
     assert device.select_device(torch.device("cpu")) == device.select_device("cpu") == torch.device("cpu")
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not report which cores a process may use")
-def test_cores_are_those_of_the_process_where_each_thread_is_bound_to_one() -> None:
-    """As with OMP_PROC_BIND, without which timings of two threads are not steady: it binds the main thread to one core."""
-    code = (
-        "import os, threading; from vargen.device import usable_cores\n"
-        "all_of_them = os.sched_getaffinity(0); done = threading.Event()\n"
-        "other = threading.Thread(target=done.wait); other.start()\n"
-        "os.sched_setaffinity(0, {min(all_of_them)})\n"
-        "print(usable_cores(), len(all_of_them)); done.set()\n"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert found[0] == found[1]
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not report which cores a process may use")
-def test_cores_are_counted_before_torch_has_worked() -> None:
-    """A warning about a busy machine comes first of all."""
-    cores = len(os.sched_getaffinity(0))
-    code = "from vargen.device import usable_cores; print(usable_cores())"
-    environment = {**os.environ, "OMP_PROC_BIND": "true", "OMP_NUM_THREADS": str(cores), "MKL_NUM_THREADS": str(cores)}
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert int(found.stdout) == cores

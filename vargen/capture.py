@@ -1,4 +1,4 @@
-"""Whether passes are captured as CUDA graphs: on a GPU whose first captured passes sampled the tokens of eager ones."""
+"""Whether passes are captured as CUDA graphs: where captured ones sample the tokens of eager ones."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_graphs(device: torch.device) -> CUDAGraph | None:
 
 @lru_cache
 def find_capture_failure(device: torch.device) -> str | None:
-    """Return why captured passes cannot be relied on, with a warning; None if they sample the tokens of eager ones."""
+    """Return why captured passes do not sample the tokens of eager ones, with a warning; else None."""
     try:
         eager, captured = (sample_tokens(device, graph) for graph in (None, CUDAGraph(device)))
     except torch.OutOfMemoryError:
@@ -75,7 +75,7 @@ def find_capture_failure(device: torch.device) -> str | None:
 
 @torch.no_grad()
 def sample_tokens(device: torch.device, graph: Any) -> Tensor:
-    """Run passes over two images, one of which makes room for a third; returns the tokens of all, int64 `[2, 2, N + W]`."""
+    """Return the tokens of two images, then of one with a third, int64 `[2, 2, N + W]`."""
     model, drafter = PairModel(device), Jacobi(4, "maximal")
     passes = TokenPass(model, drafter.bind(model, 2), speculative_sampling, 2, Clock(device, False), graph)
     conditions, seeds = torch.arange(2, device=device), torch.tensor([1, 2], device=device)

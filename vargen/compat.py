@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from threading import Lock
@@ -21,7 +21,7 @@ logger = logging.getLogger("vargen")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 tokenizer_lock = Lock()  # shared by all tokenizers and held for every use of one; see `tokenized`
-# Operators are unregistered when their torch.library.Library is collected, so keep it for the life of the process.
+# Operators are unregistered when their torch.library.Library is collected.
 _declared: list[Any] = []
 
 
@@ -30,8 +30,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("VARGEN_CACHE") or Path.home() / ".cache" / "vargen")
 
 
+@functools.cache
 def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution, or None if it is not installed, without importing the package."""
+    """Return the version of an installed distribution, without importing it; None without one."""
     from importlib.metadata import PackageNotFoundError, version  # importing it takes longer than the rest of this module
 
     try:
@@ -59,40 +60,30 @@ class _TorchvisionGuard(MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path) if name == "torchvision" else None
         if spec is not None and spec.loader is not None:
-            spec.loader = _TorchvisionLoader(spec.loader)
+            once = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: _import_twice(once, module)  # type: ignore[method-assign]
         return spec
 
 
-class _TorchvisionLoader(Loader):
-    def __init__(self, loader: Any):
-        self._loader = loader
+def _import_twice(once: Callable[[Any], None], module: Any) -> None:
+    try:
+        return once(module)
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+        reason = str(error)
+    # Outside the except clause, so that a second failure is not reported as raised while handling the first.
+    for name in [each for each in sys.modules if each.startswith("torchvision.")]:  # submodules that did load
+        del sys.modules[name]
+    import torch
 
-    def __getattr__(self, name: str) -> Any:  # sources and resources
-        return getattr(self._loader, name)
-
-    def exec_module(self, module: Any) -> None:
-        try:
-            return self._loader.exec_module(module)
-        except RuntimeError as error:
-            if "torchvision::" not in str(error):
-                raise
-            reason = str(error)
-        # Outside the except clause, so that a second failure is not reported as raised while handling the first.
-        for name in [each for each in sys.modules if each.startswith("torchvision.")]:  # submodules that did load
-            del sys.modules[name]
-        import torch
-
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for name in ("nms", "qnms"):
-            if not hasattr(torch.ops.torchvision, name):
-                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _declared.append(library)
-        self._loader.exec_module(module)
-        logger.info(
-            "torchvision's compiled operators do not load with this torch (%s); "
-            "its transforms and models work, its compiled operators (nms, image decoding) do not",
-            reason,
-        )
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _declared.append(library)
+    once(module)
+    logger.info("torchvision's compiled operators (nms, image decoding) do not load with this torch (%s)", reason)
 
 
 _guard = _TorchvisionGuard()
@@ -112,36 +103,27 @@ def defer_to_installed_package(name: str, folder: str) -> None:
     library would find our folder. The folder's `__init__` calls this function when it is imported under such a
     bare name, and the package of that name further down the path replaces it in sys.modules.
 
-    If there is no such package, the import yields an empty package without submodules or version. It must not fail:
-    transformers 5 imports whatever it finds under a name to read its version, and does not catch an error.
+    If there is no such package, the import yields an empty package. It must not fail: transformers 5 imports whatever it
+    finds under a name to read its version, and does not catch an error.
     """
     root = os.path.realpath(os.path.dirname(folder))
-    path = [entry for entry in sys.path if os.path.realpath(entry or os.getcwd()) != root]
-    # The other finders (built-in, frozen, editable installs) ignore sys.path.
-    specs = (finder.find_spec(name, path if finder is PathFinder else None, None) for finder in sys.meta_path)
-    spec = next((spec for spec in specs if spec is not None and spec.loader is not None), None)
-    if spec is None or spec.loader is None:
-        sys.modules[name].__path__ = []  # prevents importing our modules a second time under other names
-        return
-    module = importlib.util.module_from_spec(spec)
-    # The import system returns the entry in sys.modules after the folder's own __init__ has run.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
+    spec = PathFinder.find_spec(name, [place for place in sys.path if os.path.realpath(place or os.getcwd()) != root])
+    sys.modules[name].__path__ = []  # prevents importing our modules a second time under other names
+    if spec is not None and spec.loader is not None:
+        # The import system returns the entry in sys.modules after the folder's own __init__ has run.
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
 
 
 def tokenized(tokenizer: Any, texts: Any, **options: Any) -> Any:
-    """Call a transformers tokenizer on `texts`, one thread at a time.
-
-    A fast tokenizer stores truncation and padding as its own state, sets them on each call, and raises "Already borrowed" if
-    another thread reads them meanwhile.
-    """
+    """Call a transformers tokenizer, one thread at a time: truncation and padding are its own state."""
     with tokenizer_lock, report_panics("prompt cannot be read by this model's tokenizer, which is damaged"):
         return tokenizer(texts, **options)
 
 
 @contextlib.contextmanager
 def report_panics(message: str, *others: type[Exception]) -> Iterator[None]:
-    """Raise ValueError instead of a panic of the library `tokenizers`, and instead of the other errors that are given."""
+    """Raise ValueError instead of a panic of the library `tokenizers` and of the `others`."""
     try:
         yield
     except MemoryError:
@@ -154,7 +136,7 @@ def report_panics(message: str, *others: type[Exception]) -> Iterator[None]:
 
 
 def drop_empty_notices() -> None:
-    """Filter out the message, naming no modules, that diffusers 0.39 logs if no module has to stay in float32 in a cast."""
+    """Filter out the message of diffusers 0.39 that no module has to stay in float32 in a cast."""
     logger = logging.getLogger("diffusers.models.modeling_utils")
     if _names_modules not in logger.filters:
         logger.addFilter(_names_modules)
@@ -165,10 +147,9 @@ def _names_modules(record: logging.LogRecord) -> bool:
 
 
 def without_autocast(function: _F) -> _F:
-    """Decorator: run in the dtypes of the weights, regardless of a surrounding `torch.autocast` and of the default device.
+    """Decorator: run in the dtypes of the weights, whatever `torch.autocast` or `torch.set_default_device` surrounds the call.
 
-    The networks choose their own dtypes; autocast on top of that would make new keys and values differ in dtype from the cache.
-    Tensors without a device of their own, such as seeds, belong on the CPU, whatever `torch.set_default_device` says.
+    The networks choose their own dtypes: with autocast on top, new keys and values would differ in dtype from the cache.
     """
 
     @functools.wraps(function)
@@ -184,25 +165,3 @@ def without_autocast(function: _F) -> _F:
             return function(*args, **options)
 
     return plain  # type: ignore[return-value]
-
-
-_ALLOCATORS = ("can't allocate memory", "not enough memory", "os error 12", "Cannot allocate memory")  # torch, safetensors
-
-
-@contextlib.contextmanager
-def report_memory(folder: Path) -> Iterator[None]:
-    """Report an out-of-memory error while the block loads a folder's weights as a MemoryError, with their size in bytes."""
-    try:
-        yield
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None:  # diffusers reports every error as an unreadable file
-            known = any(text in str(cause) for text in _ALLOCATORS)
-            if known or isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
-                size = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
-                raise MemoryError(
-                    f"memory does not suffice to load {folder}, whose weight files are {size:,} bytes; "
-                    "close other programs, or use a smaller model or dtype"
-                ) from error
-            cause = cause.__cause__ or cause.__context__
-        raise

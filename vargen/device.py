@@ -1,11 +1,7 @@
-"""Device, dtype and CPU threads of forward passes. Importing this module does not import torch.
-
-The choice between kernels and plain torch code is made in `vargen.kernels.dispatch`.
-"""
+"""Device, dtype and CPU threads of forward passes. Importing this module does not import torch."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import sys
@@ -55,7 +51,7 @@ def available_cores() -> int:
 
 @cache
 def physical_cores() -> int:
-    """Return the number of physical cores, counting hyperthreads once; all available cores if the system does not report it."""
+    """Return the number of physical cores, counting hyperthreads once, if the system reports it."""
     siblings = set()
     for core in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
         try:
@@ -66,7 +62,7 @@ def physical_cores() -> int:
 
 
 class _Threads:
-    """The current thread setting. `before` is torch's own number, kept while nested or concurrent work uses another one."""
+    """The current thread setting; `before` is torch's own number while blocks use another one."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -80,7 +76,7 @@ _state = _Threads()
 
 
 def set_threads(count: int | None) -> None:
-    """Fix the number of CPU threads that torch uses, at most the cores of this machine; None changes nothing."""
+    """Fix the number of CPU threads that torch uses; None changes nothing."""
     if count is not None:
         import torch
 
@@ -91,7 +87,7 @@ def set_threads(count: int | None) -> None:
 
 
 def user_thread_count() -> tuple[int, str] | None:
-    """Return the thread count chosen by the user or an enclosing block, and where it was set; None if it may be autotuned."""
+    """Return the thread count that the user or a block chose, and where; None if it may be autotuned."""
     import torch
 
     if (count := getattr(_state.local, "count", None)) is not None:
@@ -109,10 +105,7 @@ def user_thread_count() -> tuple[int, str] | None:
 
 @contextmanager
 def limit_threads(count: int | None) -> Iterator[None]:
-    """Use `count` threads within the block, then restore torch's previous number; None changes nothing.
-
-    Python threads may do this concurrently.
-    """
+    """Use `count` threads within the block, also in concurrent Python threads; None changes nothing."""
     import torch
 
     if count is None:
@@ -160,36 +153,15 @@ def preferred_dtype(device: str | torch.device = "cpu") -> torch.dtype:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Return whether this CPU has bfloat16 matrix instructions (AVX-512 BF16, AMX or Arm's); False if torch cannot tell."""
+    """Return whether this CPU has bfloat16 matrix instructions (AVX-512 BF16, AMX or Arm's)."""
     import torch
 
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-# -- description of the machine: a speed is meaningless without it ------------------------------------------------------
-
-
-def usable_cores() -> int:
-    """Return the number of cores that all threads of this process may use; OMP_PROC_BIND pins each thread to one core."""
-    import torch
-
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    torch.empty(torch.get_num_threads() << 16).fill_(0)  # starts torch's threads, which are listed below
-    threads = [int(thread) for thread in os.listdir("/proc/self/task")] if os.path.isdir("/proc/self/task") else [0]
-    cores: set[int] = set()
-    for thread in threads:
-        with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
-            cores |= os.sched_getaffinity(thread)
-    return len(cores)
-
-
 def describe_machine() -> dict[str, Any]:
-    """Return CPU, threads, load, GPUs and torch version as plain values.
-
-    The load is the number of runnable processes, averaged over the last minute; None if the system does not report it.
-    """
+    """Return CPU, threads, load (runnable processes in the last minute), GPUs and torch version."""
     import torch
 
     gpus = []
@@ -198,7 +170,7 @@ def describe_machine() -> dict[str, Any]:
         gpus.append({"name": gpu.name, "memory_gib": round(gpu.total_memory / 2**30, 1)})
     return {
         "cpu": cpu_model(),
-        "cores": usable_cores(),
+        "cores": available_cores(),
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "bfloat16_in_hardware": cpu_has_bfloat16(),

@@ -1,4 +1,4 @@
-"""Parameters in PNG files: as JSON in the text chunk `vargen`, and in the `parameters` chunk that other programs show."""
+"""Parameters in PNG files: the text chunk `vargen` of JSON, and `parameters` for other programs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def png_file(image: Image.Image, parameters: Mapping[str, Any]) -> bytes:
 
 
 def describe_parameters(parameters: Mapping[str, Any], size: tuple[int, int] | None = None) -> str:
-    """Return parameters as other image programs write and show them: the prompt, the negative prompt, one line of values."""
+    """Return parameters as other image programs show them: prompts and one line of values."""
     names = {
         "Sampler": "accelerator", "CFG scale": "guidance_scale", "Seed": "seed", "Model": "model", "Model hash": "model_digest",
         "Temperature": "temperature", "Top-k": "top_k", "Top-p": "top_p", "Denoising strength": "strength",
@@ -55,12 +55,12 @@ def describe_parameters(parameters: Mapping[str, Any], size: tuple[int, int] | N
 
 
 def tokens_digest(tokens: torch.Tensor) -> str:
-    """Return sixteen hexadecimal digits that identify the tokens of an image, in generation order, on any machine."""
+    """Return sixteen hexadecimal digits that identify the tokens of an image."""
     return hashlib.sha256(tokens.detach().cpu().reshape(-1).numpy().astype("<i8").tobytes()).hexdigest()[:16]
 
 
 def model_digest(folder: Path) -> str:
-    """Return sixteen hexadecimal digits of a model folder's weights and index; of large files, parts are read."""
+    """Return sixteen hexadecimal digits of a model folder's weights (of large files, parts) and index."""
     digest = hashlib.sha256()
     files = [*folder.rglob("*.safetensors"), *folder.glob("*.json")]
     for file in sorted(file for file in files if file.is_file() and file.name != "training.json"):

@@ -20,8 +20,7 @@ def import_av() -> Any:
 
 
 class Mp4Writer:
-    """Encodes frames, with H.264 if FFmpeg has it. yuv420p needs even sides: odd ones are extended by repeating the last row or
-    column.
+    """Encodes frames, with H.264 if FFmpeg has it. Odd sides are extended, as yuv420p needs even ones.
 
     Args:
         file: a path, or a file object; one that cannot seek needs `live`.

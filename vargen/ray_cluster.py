@@ -11,13 +11,9 @@ _ADDRESS = "RAY_ADDRESS"  # of a cluster, by Ray's own convention
 
 
 def join_or_start_cluster(num_cpus: int, address: str | None = None) -> None:
-    """Join the cluster at `address` or that of RAY_ADDRESS; without either, start one on this machine.
+    """Join the cluster at `address` or that of RAY_ADDRESS; without either, start one of `num_cpus` cores on this machine.
 
-    Ray's processes listen on all of its interfaces. By default, from 2.60 on, they take only clients with the token that
-    Ray writes to the home folder of the user that started them.
-
-    Args:
-        num_cpus: cores of a cluster that is started.
+    Its processes listen on all interfaces, and by default take only clients with the token in this user's home folder.
     """
     import ray
 

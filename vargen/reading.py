@@ -1,4 +1,4 @@
-"""Safe reading of files from users and third parties: regular files only, texts of bounded size, images of raster formats.
+"""Safe reading of files: regular ones only, texts of bounded size, images of raster formats.
 
 Pillow selects the format by a file's first bytes, and passes PostScript to Ghostscript, which executes it. So every image is
 opened here, where only raster formats are allowed.
@@ -70,7 +70,7 @@ def read_text(path: str | Path, name: str, max_bytes: int) -> str:
 
 
 class ImageFileError(ValueError):
-    """Raised for a file that is not an image, is damaged, or is too large; `reason` is the message without the file name."""
+    """Raised for a file that is no image, damaged, or too large; `reason` is without the file name."""
 
     def __init__(self, name: str, reason: str):
         super().__init__(f"{name} cannot be read: {reason}")
@@ -78,7 +78,7 @@ class ImageFileError(ValueError):
 
 
 def validate_png_chunks(file: BinaryIO) -> None:
-    """Raise ValueError for a PNG with a part before its pixels that is larger than any use; Pillow would read it into memory.
+    """Raise ValueError for a PNG with a huge part before its pixels, which Pillow would read whole.
 
     The file, of any format, is at the same place afterwards.
     """
@@ -129,7 +129,7 @@ def open_image(source: str | os.PathLike[str] | BinaryIO, name: str = "image") -
 
 
 def apply_orientation(image: Image.Image) -> Image.Image:
-    """Rotate and flip an image as its EXIF data says, which cameras do instead of turning the pixels, unless it is damaged."""
+    """Rotate and flip an image as its EXIF data says, unless this is damaged."""
     image.load()  # so that damaged pixels are reported, and not taken for damaged EXIF data
     try:
         return ImageOps.exif_transpose(image)

@@ -1,4 +1,4 @@
-"""Specifications: lists, `name:key=value,...` and `module:name` are parsed, and parts of methods described in plain values."""
+"""Specifications: lists, `name:key=value,...`, `module:name`, and parts of methods in plain values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def import_object(spec: str, what: str) -> Any:
-    """Import the object that `module:name` refers to, from a module of the user; those in the current folder are found, too.
+    """Import the object that `module:name` refers to, also from the current folder.
 
     Args:
         what: the kind of object for error messages, for example `scorer`.

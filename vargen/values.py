@@ -1,4 +1,4 @@
-"""Values given by a caller: numbers, names, and the sampling options, which validation, commands, page and documentation share.
+"""Values given by a caller: numbers, names, and the sampling options of a call.
 
 Does not import torch, so that `vargen --help` is fast.
 """
@@ -17,7 +17,7 @@ _LONGEST = 100  # maximum length of a quoted value, in characters
 
 
 def parse_float(value: Any) -> float | None:
-    """Return a finite real number of Python or NumPy as a float; None for anything else, including True, NaN and 10**400."""
+    """Return a finite real number of Python or NumPy as a float; None for anything else, even True."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     try:
@@ -28,7 +28,7 @@ def parse_float(value: Any) -> float | None:
 
 
 def parse_int(value: Any, least: int, most: int | None = None) -> int | None:
-    """Return a whole number of Python or NumPy from `least` to `most` as an int; None for anything else, even True and 2.0."""
+    """Return a whole number from `least` to `most` as an int; None for anything else, even True and 2.0."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         return None
     number = int(value)
@@ -42,11 +42,12 @@ def require_int(name: str, value: Any, least: int, most: int | None = None) -> i
 
 
 def short_repr(value: Any) -> str:
-    """Return `repr(value)` for a message, truncated if it is long; never raises."""
+    """Return `repr(value)` for a message, in one line and truncated if it is long; never raises."""
     try:
         text = repr(value)
     except Exception:  # for example, Python refuses to print an integer of more than 4300 digits
         text = f"a {type(value).__name__} that cannot be printed"
+    text = " ".join(text.split()) if "\n" in text else text  # tensors and arrays
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
@@ -126,7 +127,7 @@ def number_field(default: Any, least: float, most: float = math.inf, **options: 
 
 
 def validate_fields(instance: Any) -> None:
-    """Check the fields of a dataclass that `number_field` made or that are bool, and convert NumPy numbers to plain ones."""
+    """Check the bool fields of a dataclass and those of `number_field`, which become plain numbers."""
     for each in fields(instance):
         if each.type in ("bool", bool) and each.init and not isinstance(value := getattr(instance, each.name), bool):
             raise TypeError(f"{each.name} must be True or False, got {short_repr(value)}")
@@ -140,16 +141,11 @@ class Option:
     """A sampling option: its allowed values and its description.
 
     Attributes:
-        name: of the argument.
-        help: short description for users.
-        off_value: the value that has no effect.
-        range: allowed values.
         slider: minimum, maximum and step of a page control; a control that cannot express None uses 0 for it.
     """
 
     name: str
     help: str
-    off_value: float | None
     range: NumberRange
     slider: tuple[float, float, float]
 
@@ -166,28 +162,24 @@ OPTIONS: dict[str, Option] = {
         Option(
             "guidance_scale",
             help="how closely to follow the prompt; 1 turns guidance off",
-            off_value=1.0,
             range=NumberRange(0.0, 1000.0),  # far beyond any use; float32 logits still hold it, unlike 1e38
             slider=(0, 20, 0.1),
         ),
         Option(
             "temperature",
             help="randomness of sampling; 0 always takes the most probable token",
-            off_value=1.0,
             range=NumberRange(0.0),
             slider=(0, 2, 0.05),
         ),
         Option(
             "top_k",
             help="number of most probable tokens kept; 0 keeps all",
-            off_value=None,
             range=NumberRange(0, is_integer=True, optional=True),
             slider=(0, 2**20, 1),
         ),
         Option(
             "top_p",
             help="total probability of the most probable tokens kept; 1 keeps all",
-            off_value=1.0,
             range=NumberRange(0.0, 1.0, open_below=True),
             slider=(0.01, 1, 0.01),
         ),

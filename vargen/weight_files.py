@@ -1,4 +1,4 @@
-"""Validation of weight files by their headers: no tensor is read before names and shapes are known to fit. A weight digest.
+"""Validation of weight files by their headers, before any tensor is read. A weight digest.
 
 Also loads pickled tensors and arrays as data only: no code in them is executed.
 """
@@ -36,7 +36,7 @@ WeightHeader = dict[str, TensorInfo]
 
 
 def find_weight_files(folder: Path, stem: str, variant: str | None = None) -> list[Path]:
-    """Return the weight files of a network: one, or the shards that an index names. Capital letters make no difference.
+    """Return the weight files of a network: one, or the shards that an index names, in any letter case.
 
     Args:
         variant: part of the file names, for example "fp16", as in diffusers. None: without, else the only one that there is.
@@ -68,13 +68,13 @@ def list_shapes(tensors: Mapping[str, Any]) -> Shapes:
 
 
 def validate_weights(found: WeightHeader, expected: Shapes, where: str, dtypes: Mapping[str, str] | None = None) -> None:
-    """Raise ValueError unless the tensors are exactly the `expected` ones, in usable dtypes; see `validate_dtypes`."""
+    """Raise ValueError unless the tensors are exactly the `expected` ones, in usable dtypes."""
     validate_shapes(list_shapes(found), expected, where)
     validate_dtypes(found, where, dtypes)
 
 
 def validate_dtypes(found: WeightHeader, where: str, dtypes: Mapping[str, str] | None = None) -> None:
-    """Raise ValueError naming the first tensor of another dtype than that in `dtypes`, by default `FLOAT_DTYPES`."""
+    """Raise ValueError naming a tensor of another dtype than in `dtypes`, or in `FLOAT_DTYPES`."""
     for name, info in found.items():
         allowed = FLOAT_DTYPES if dtypes is None else (dtypes[name],)
         if info.dtype not in allowed:
@@ -85,7 +85,7 @@ def validate_dtypes(found: WeightHeader, where: str, dtypes: Mapping[str, str] |
 def validate_layer_counts(
     found: WeightHeader, config: Mapping[str, Any], counted: Mapping[str, Sequence[str]], config_file: Path
 ) -> None:
-    """Raise ValueError unless the file has the number of layers in its config; checked before a network of that size is built.
+    """Raise ValueError unless the file has the layers of its config, before a network is built.
 
     Args:
         counted: by config key of a layer count, the prefixes before the layer number in tensor names; the first prefix with

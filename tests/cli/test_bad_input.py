@@ -98,7 +98,7 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("--image-model emoji-video", "image_model"), ("--image-model emoji --image cat.png", "image_model"),
     ],
     "compare --prompt-file prompts.txt --model TEXT": [
-        ("--methods sdj", "sdj"), ("--methods gumbel:window=17", "16"), (f"--batch-size {10**12}", "batch"),
+        ("--methods sdj", "sdj"), (f"--batch-size {10**12}", "batch"),
         (f"--methods sjd --seed {2**63 - 1}", "seed"), ("-o x.txt", "output"), ("--model CLASS", "model"),
         ("--json a.txt", "json"), ("--model VIDEO --methods sjd", "next_token"),
     ],

@@ -56,14 +56,3 @@ def test_a_packaged_model_shows_its_size_and_card(
     assert model["name"] == "tiny" and model["megabytes"] > 1 and model["summary"] == "Draws noise, and little else"
     assert "Draws noise, and little else" in run("info").stdout
     assert info.describe_folder("none", tmp_path)["summary"] == ""
-
-
-def test_the_memory_of_a_model_is_predicted(run: Any) -> None:
-    found = json.loads(run("info", "--model", "emoji-video", "--device", "cuda", "--json").stdout)
-    assert set(found["weights"]) >= {"transformer", "vae", "draft_transformer", "text_encoder"}
-    assert set(found["caches"]) == {"transformer", "draft_transformer"}
-    assert found["total"] == sum(found["weights"].values()) + sum(found["caches"].values())
-    assert found["dtype"] == "bfloat16"
-    printed = run("info", "--model", "emoji-video").stdout
-    assert "cache: transformer" in printed and "total" in printed
-    assert json.loads(run("info", "--model", "emoji", "--json").stdout)["caches"] == {}

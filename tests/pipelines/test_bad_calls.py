@@ -18,8 +18,8 @@ from tiny_models import class_pipeline, class_var_pipeline, text_pipeline, tiny_
 from tiny_video_folder import video_folder
 
 import vargen
-from vargen import Accelerator, open_pipeline
-from vargen.decoding import Jacobi, Sampling, ScaleSchedule, Speculative, Stage, decode
+from vargen import open_pipeline
+from vargen.decoding import Sampling, ScaleSchedule, Stage, decode
 
 EMBEDS, MASK = torch.zeros(1, 12, 32), torch.ones(1, 12)
 IMAGE, BLACK = Image.new("RGB", (8, 8), "red"), Image.new("L", (8, 8))
@@ -54,8 +54,6 @@ BAD: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("negative_prompt_embeds", {**CAT, "negative_prompt_embeds": EMBEDS[:0]}),
         ("negative_prompt", {**CAT, "negative_prompt_embeds": torch.zeros(3, 12, 32)}),
         ("negative_prompt", {"prompt": ["a", "b"], "negative_prompt": ["a", "b", "c"]}),
-        ("window", {**CAT, "accelerator": Accelerator("w", Jacobi(10**23))}),
-        ("length", {**CAT, "accelerator": Accelerator("w", Speculative(10**23))}),
         ("scorer", {"prompt_embeds": EMBEDS, "scorer": brightness}),
     ],
     "scales": [
@@ -71,11 +69,9 @@ BAD: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("until", {"accelerator": ScaleSchedule(stages=(Stage(until=5), Stage()))}),
     ],
     "video": [(name, {**CAT, **options}) for name, options in (
-        ("prompt_schedule", {"prompt": ["a", "b"], "prompt_schedule": {7: "c"}}),
         *(("num_blocks", {"num_blocks": value}) for value in (0, 10**9, 2.5)),
         ("tau", {"tau": math.nan}), ("tau", {"tau": 0.5, "accelerator": "stride"}), ("next-token", {"accelerator": "sjd"}),
         ("window", {"window": 1}), ("sinks", {"sinks": -1}), ("motion", {"motion": 2}),
-        ("prompt_schedule", {"prompt_schedule": {0: "a dog"}}), ("prompt_schedule", {"prompt_schedule": {1: ""}}),
         ("prompt_embeds", {"prompt": None, "prompt_embeds": torch.zeros(1, 3, 7), "accelerator": "stride"}),
         ("prompt_embeds", {"prompt": None, "prompt_embeds": torch.zeros(1, 3, 384)}),
         *(("preview_decoder", {"preview_decoder": value}) for value in ("taehv", torch.nn.Linear)),

@@ -171,9 +171,9 @@ SPOILT: list[tuple[str, Spoil, str]] = [
     ("class", write("model_index.json", "{"), "is not valid JSON"),
     ("class", index(_class_name="StableDiffusionPipeline"), "describes a 'StableDiffusionPipeline'"),
     ("class", index(_class_name="VARPipeline"), "describes a 'VARPipeline'"),
-    *(("class", spoil, f"names no '{part}'") for part in ("transformer", "vqvae")
+    *(("class", spoil, f"'{part}'") for part in ("transformer", "vqvae")
       for spoil in (leave_out(part), index(**{part: None}), index(**{part: [None, None]}))),
-    *(("text", index(**{part: None}), rf"'{part}': null; .* \[null, null\]")
+    *(("text", index(**{part: None}), f"'{part}': None; its class must be")
       for part in ("text_encoder", "tokenizer", "draft_transformer", "eagle", "upsampler")),
     *(("text", index(vqvae=value), r"has 'vqvae': .*; its class must be VQModel")
       for value in (5, "vargen.models.tokenizers.vq", ["vargen.models.tokenizers.vq"], {"a": 1}, [["vargen"], {}],

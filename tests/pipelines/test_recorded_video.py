@@ -47,7 +47,7 @@ VIDEOS: dict[str, dict[str, Any]] = {
     "early-exit": {"accelerator": "early-exit", "num_blocks": 3},
     "sdvg": {"accelerator": "sdvg", "tau": 0.872, "num_blocks": 8},
     "start image": {"accelerator": "target", "num_blocks": 3, "prompt": "a bouncing cat"},
-    "window": {"accelerator": "stride", "num_blocks": 5, "window": 8, "sinks": 4, "prompt_schedule": {3: "a sleeping cat"}},
+    "window": {"accelerator": "stride", "num_blocks": 5, "window": 8, "sinks": 4},
 }
 
 
@@ -67,16 +67,21 @@ def start_image(side: int) -> Tensor:
 
 
 def generate(pipe: CausalVideoPipeline, name: str) -> dict[str, Any]:
-    options = {"prompt": "a waving cat", "output_type": "latent", **VIDEOS[name]}
+    options = {"prompt": "a waving cat", **VIDEOS[name]}
     options["image"] = start_image(pipe.image_size) if name == "start image" else False
     scorer = MeanColor()
-    result: Any = pipe(generator=torch.Generator().manual_seed(SEED), scorer=scorer, **options)
-    blocks = result.stats.blocks
+    stream = pipe.stream(generator=torch.Generator().manual_seed(SEED), scorer=scorer, **options)
+    latents = []
+    for number in range(stream.blocks):
+        if (name, number) == ("window", 3):
+            stream.change_prompt(pipe.encode_video_condition("a sleeping cat"))
+        latents.append(next(stream).latents)
+    blocks = stream.stats.blocks
     return {
-        "latents": F.avg_pool2d(result.frames[0].double(), SQUARE).mul(1e4).round().div(1e4).tolist(),
-        "sources": list(result.stats.sources),
+        "latents": F.avg_pool2d(torch.cat(latents).double(), SQUARE).mul(1e4).round().div(1e4).tolist(),
+        "sources": list(stream.stats.sources),
         "outcomes": [block.outcome for block in blocks],
-        "passes": result.stats.passes,
+        "passes": stream.stats.passes,
         "scores": [None if block.score is None else round(block.score, 5) for block in blocks],
         "scored": [scorer.prompt, *map(list, scorer.seen)],
     }

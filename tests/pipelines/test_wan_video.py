@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import pytest
@@ -13,14 +12,12 @@ from PIL import Image
 from rejects import rejects
 from tiny_families import brightness, seeded
 from tiny_video import randomised
-from tiny_wan import SIZE, TARGET, TEXT, VAE_22, official_files, save_self_forcing, text_state, transformer_state
+from tiny_wan import SIZE, TARGET, TEXT, VAE_22, official_files, save_self_forcing, save_wan, text_state, transformer_state
 
 from vargen import open_pipeline
 from vargen.convert.causal_video import convert_causal_video
 from vargen.decoding import PRESETS
-from vargen.pipelines import video_memory
 from vargen.pipelines.loading import inspect_model
-from vargen.pipelines.video_memory import predict_memory, weight_bytes
 
 from diffusers import AutoencoderKLWan  # isort: skip  (after the torchvision guard)
 
@@ -113,12 +110,9 @@ def test_an_image_is_the_first_frame_where_the_checkpoint_allows(pipe: Any, fram
     assert not torch.allclose(latents[1:], frames(framewise, "target", output_type="latent"), atol=1e-3)
 
 
-def test_latents_of_wan_22_become_frames_of_its_rate(files: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    wan, target = tmp_path / "Wan2.2-TI2V-5B-Diffusers", tmp_path / "model.pt"
-    for part in ("text_encoder", "tokenizer"):
-        copytree(folder / part, wan / part)
+def test_latents_of_wan_22_become_frames_of_its_rate(files: dict[str, Any], tmp_path: Path) -> None:
+    wan, target = save_wan(tmp_path / "Wan2.2-TI2V-5B-Diffusers", **VAE_22), tmp_path / "model.pt"
     vae = randomised(AutoencoderKLWan(**VAE_22), 3, 0.2)
-    vae.save_pretrained(wan / "vae")
     save_self_forcing(target, transformer_state(channels=48))
     given = {"transformer": [target], "wan": wan, "n_head": TARGET["num_heads"], "size": (32, 64)}
     large = open_pipeline(convert_causal_video(output=tmp_path / "out", **given))
@@ -140,28 +134,3 @@ def test_the_target_drafts_with_fewer_steps(files: dict[str, Any], tmp_path: Pat
     inspect_model(folder).validate_method(PRESETS["sdvg"])
     stats = ladder("a cat", generator=seeded(0)[0], tau=-math.inf, **VIDEO).stats
     assert [block.passes for block in stats.blocks][1]["draft"] == 3, "a cache update and two steps"
-
-
-def test_memory_is_predicted_before_anything_is_loaded(pipe: Any, folder: Path) -> None:
-    predicted = predict_memory(inspect_model(folder), torch.float32)
-    assert all(size == weight_bytes(pipe.components[part]) for part, size in predicted.weights.items())
-    model = pipe.decoding_model()
-    frames = pipe.setting("num_blocks") * model.block_shape[0]
-    state = model.start(pipe.encode_video_condition("a cat"), frames)
-    assert predicted.caches["transformer"] == state.cache.nbytes + state.text.nbytes
-    assert predicted.total == sum(predicted.weights.values()) + sum(predicted.caches.values())
-
-
-def test_a_large_text_encoder_is_on_the_device_only_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder, device = torch.nn.Linear(4, 4), torch.device("meta")
-    with video_memory.on_device(encoder, device):
-        assert encoder.weight.device.type == "cpu", "a small one stays"
-    monkeypatch.setattr(video_memory, "_LARGE", 10)
-    moves: list[str] = []
-    monkeypatch.setattr(torch.nn.Linear, "to", lambda self, place: moves.append(str(place)))
-    with pytest.raises(RuntimeError), video_memory.on_device(encoder, device):
-        raise RuntimeError
-    assert moves == ["meta", "cpu"]
-    with video_memory.on_device(encoder, torch.device("cpu")), video_memory.on_device(None, device):
-        pass
-    assert moves == ["meta", "cpu"]

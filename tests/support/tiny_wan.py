@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import torch
 from tiny_video import randomised
 
-from vargen.convert.wan import TEXT_FILE, TOKENIZER_FOLDER, VAE_FILE
 from vargen.models.causal_video.network import CausalVideoTransformer
+from vargen.weight_files import rename
 
 from diffusers import AutoencoderKLWan  # isort: skip  (after the torchvision guard)
 
@@ -31,29 +30,6 @@ VAE = {"base_dim": 4}
 @cache
 def transformer_state(seed: int = 0, draft: bool = False, **changes: Any) -> State:
     return dict(randomised(CausalVideoTransformer(**{**(DRAFT if draft else TARGET), **changes}), seed).state_dict())
-
-
-@cache
-def vae_state() -> State:
-    return original_vae_names(randomised(AutoencoderKLWan(**VAE), 3, 0.2))
-
-
-def original_vae_names(vae: AutoencoderKLWan) -> State:
-    """The weights of an autoencoder under their original names, from diffusers' names and independently of the converter."""
-    renamed, blocks = {}, vae.config.num_res_blocks
-    for name, value in vae.state_dict().items():
-        new = re.sub(r"^quant_conv", "conv1", re.sub(r"^post_quant_conv", "conv2", name))
-        new = new.replace("encoder.down_blocks", "encoder.downsamples")
-        new = new.replace(".conv_in.", ".conv1#").replace(".norm_out.", ".head.0.").replace(".conv_out.", ".head.2.")
-        if found := re.match(r"decoder\.up_blocks\.(\d)\.(resnets|upsamplers)\.(\d)\.(.*)", new):
-            place = int(found[1]) * (blocks + 2) + (int(found[3]) if found[2] == "resnets" else blocks + 1)
-            new = f"decoder.upsamples.{place}.{found[4]}"
-        new = new.replace("mid_block.resnets.0", "middle.0").replace("mid_block.resnets.1", "middle.2")
-        new = new.replace("mid_block.attentions.0", "middle.1")
-        for inner, place in (("norm1", 0), ("conv1", 2), ("norm2", 3), ("conv2", 6)):
-            new = new.replace(f".{inner}.", f".residual.{place}.")
-        renamed[new.replace("conv_shortcut", "shortcut").replace("#", ".")] = value
-    return renamed
 
 
 @cache
@@ -82,12 +58,28 @@ def save_tokenizer(folder: Path) -> None:
     T5TokenizerFast(tokenizer_object=words, extra_ids=0).save_pretrained(folder)
 
 
-def save_wan(folder: Path) -> Path:
-    """The original files of Wan2.1 beside its transformer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save(vae_state(), folder / VAE_FILE)
-    torch.save(text_state(), folder / TEXT_FILE)
-    save_tokenizer(folder / TOKENIZER_FOLDER)
+def text_encoder() -> Any:
+    """The encoder with the weights of `text_state`, whose names are those of the original files."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    names = {
+        r"^token_embedding\.": "shared.", r"^blocks\.": "encoder.block.", r"^norm\.": "encoder.final_layer_norm.",
+        r"\.norm1\.": ".layer.0.layer_norm.", r"\.attn\.(q|k|v|o)\.": r".layer.0.SelfAttention.\1.",
+        r"\.pos_embedding\.embedding\.": ".layer.0.SelfAttention.relative_attention_bias.",
+        r"\.norm2\.": ".layer.1.layer_norm.", r"\.ffn\.gate\.0\.": ".layer.1.DenseReluDense.wi_0.",
+        r"\.ffn\.fc1\.": ".layer.1.DenseReluDense.wi_1.", r"\.ffn\.fc2\.": ".layer.1.DenseReluDense.wo.",
+    }  # fmt: skip
+    state = {rename(name, names.items()): value for name, value in text_state().items()}
+    encoder = UMT5EncoderModel(UMT5Config(**TEXT, feed_forward_proj="gated-gelu"))
+    encoder.load_state_dict({**state, "encoder.embed_tokens.weight": state["shared.weight"]})
+    return encoder
+
+
+def save_wan(folder: Path, **vae: Any) -> Path:
+    """The parts of Wan2.1, or of another autoencoder, in diffusers' format."""
+    randomised(AutoencoderKLWan(**(vae or VAE)), 3, 0.2).save_pretrained(folder / "vae")
+    text_encoder().save_pretrained(folder / "text_encoder")
+    save_tokenizer(folder / "tokenizer")
     return folder
 
 
@@ -100,7 +92,7 @@ def save_self_forcing(file: Path, state: State, **others: Any) -> Path:
 
 def official_files(folder: Path) -> dict[str, Any]:
     """The required arguments of the converter, and a drafter."""
-    wan = save_wan(folder / "Wan2.1-T2V-1.3B")
+    wan = save_wan(folder / "Wan2.1-T2V-1.3B-Diffusers")
     target = save_self_forcing(folder / "self_forcing_dmd_large.pt", transformer_state())
     draft = save_self_forcing(folder / "self_forcing_dmd.pt", transformer_state(1, draft=True))
     return {"transformer": [target], "wan": wan, "draft": [draft], "size": SIZE, "n_head": TARGET["num_heads"]}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from vargen.cli import common
-from vargen.cli.console import import_libraries, print_json, table
+from vargen.cli.console import print_json, table
 
 app = typer.Typer(help="Show versions, devices, packaged models and presets.", invoke_without_command=True)
 
@@ -23,17 +22,8 @@ _WIDTH = 100  # columns per line
 def info(
     ctx: typer.Context,
     as_json: common.JsonFlag = False,
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Memory that it needs on --device, where cuda needs no GPU here.")
-    ] = None,
-    device: common.Device = "auto",
 ) -> None:
     if ctx.invoked_subcommand is not None:
-        return
-    if model is not None:
-        common.check_names(model)
-        import_libraries()
-        print_memory(model, device, as_json)
         return
     facts = collect_facts()
     if as_json:
@@ -54,24 +44,6 @@ def _to_text(value: Any) -> str:
     if isinstance(value, list | dict):
         return ", ".join(map(_to_text, value.values() if isinstance(value, dict) else value)) or "none"
     return {"True": "yes", "False": "no", "None": "none"}.get(str(value), str(value))
-
-
-def print_memory(model: str, device: str, as_json: bool) -> None:
-    """Print the predicted bytes of a model on a type of device, which need not exist here."""
-    from vargen.device import select_device
-    from vargen.pipelines.loading import default_dtype, inspect_model
-    from vargen.pipelines.video_memory import predict_memory
-
-    pipe, place = inspect_model(model), select_device("auto").type if device == "auto" else device
-    kind = default_dtype(pipe.folder, place)
-    found, dtype = predict_memory(pipe, kind), str(kind).removeprefix("torch.")
-    if as_json:
-        print_json({"model": model, "device": place, "dtype": dtype, **asdict(found), "total": found.total})
-        return
-    sizes = {f"weights: {part}": size for part, size in found.weights.items()}
-    sizes |= {f"cache: {part}": size for part, size in found.caches.items()}
-    rows = [[name, f"{size / 1e6:,.1f}"] for name, size in {**sizes, "total": found.total}.items()]
-    print(table([f"{place}, {dtype}", "MB"], rows, "<>"))
 
 
 @app.command("presets", cls=common.Verb)

@@ -1,8 +1,7 @@
 """Conversion of causal video models with Wan2.1's layout, such as Self-Forcing, to a folder for `CausalVideoPipeline`.
 
-Distilled models of one layout differ in the frames of a block, the noise levels, and the attention window. Weights do not tell
-these settings, so published checkpoints are recognized by their file names. Those that run another algorithm are refused.
-docs/models.md lists them with their licenses.
+Weights do not tell the frames of a block, noise levels and attention window, so published checkpoints are recognized by their
+file names, and those that run another algorithm are refused (docs/models.md).
 """
 
 from __future__ import annotations
@@ -11,23 +10,24 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import torch
 
 from vargen.convert.state_dicts import (
-    State,
     build_network,
     describe_network,
     require_equal,
     require_inputs,
     write_model_index,
 )
-from vargen.convert.wan import WanPart, detect_transformer, read_transformer, read_wan_parts, resolve_latent_size
+from vargen.convert.wan import detect_transformer, read_transformer, read_wan_parts, resolve_latent_size
 from vargen.files import atomic_folder
 from vargen.folders.json_files import read_object
 from vargen.models.causal_video.cache import validate_attention_window
 from vargen.models.causal_video.network import CausalVideoTransformer
+from vargen.models.tokenizers.video_vae import AutoencoderKLWan
 from vargen.values import require_int, short_repr
 
 _FRAMES = 21  # latent frames of the videos on which the official models were trained
@@ -82,7 +82,7 @@ def convert_causal_video(
 
     Args:
         transformer: `.pt`, `.pth`, `.bin` or `.safetensors` files; several files are parts of one model.
-        wan: folder of Wan2.1, original or in diffusers' format, for the autoencoder, text encoder and tokenizer.
+        wan: folder of Wan2.1 or Wan2.2 in diffusers' format, for the autoencoder, text encoder and tokenizer.
         output: folder to create. It appears whole or not at all.
         draft: files of a smaller or faster model that drafts. Weights equal to the transformer's are stored once.
         block_frames: latent frames per block.
@@ -117,22 +117,39 @@ def convert_causal_video(
             drafting = read_transformer(draft, not no_ema)
             head_dim = config["dim"] // config["num_heads"]
             draft_config = config | detect_transformer(drafting, draft[0], head_dim=head_dim)
-            _validate_pair(draft_config, draft[0], config, file)
+            frames = (_find(draft[0], PUBLISHED) or {}).get("block_frames", config["block_frames"])
+            require_equal(
+                f"draft {draft[0]} and transformer {file}",
+                ("latent frames per block", frames, config["block_frames"]),
+                ("latent channels", draft_config["channels"], config["channels"]),
+                ("columns of text features", draft_config["text_dim"], config["text_dim"]),
+            )
             defaults |= _draft_defaults(draft[0], draft_steps, defaults)
-            if not _same_weights(drafting, state):
+            kinds_of = [{name: (part.dtype, part.shape) for name, part in each.items()} for each in (drafting, state)]
+            if kinds_of[0] != kinds_of[1] or not all(torch.equal(drafting[name], state[name]) for name in state):
                 networks["draft_transformer"] = (draft_config, drafting, draft[0])
             elif "draft_steps" not in defaults:
                 raise ValueError(f"draft {draft[0]} holds the weights of the transformer: give draft_steps")
         for arguments, weights, source in networks.values():
             describe_network(CausalVideoTransformer, arguments, weights, source)
         parts = read_wan_parts(wan)
-        _validate_parts(parts, config, wan, file)
-        kinds: dict[str, Any] = {name: part.kind for name, part in parts.items()}
+        vae, text = parts["vae"].config, parts["text_encoder"].config
+        require_equal(
+            f"wan {str(wan)!r} and transformer {file}",
+            ("latent channels, of which Wan2.1 has 16 and Wan2.2-TI2V-5B 48", vae["z_dim"], config["channels"]),
+            ("pixels per latent position", vae["scale_factor_spatial"], config["spatial_stride"]),
+            ("columns of text features", text.d_model, config["text_dim"]),
+        )
+        import transformers  # takes seconds
+
+        names = ("UMT5EncoderModel", parts["tokenizer"].class_name)
+        text_encoder, tokenizer = (getattr(transformers, each) for each in names)
+        kinds: dict[str, Any] = {"vae": AutoencoderKLWan, "text_encoder": text_encoder, "tokenizer": tokenizer}
         for name, (arguments, weights, source) in networks.items():
             build_network(CausalVideoTransformer, arguments, weights, source, dtype).save_pretrained(folder / name)
             kinds[name] = CausalVideoTransformer
-        for name, part in parts.items():
-            part.write(folder / name)
+        for name in parts:
+            copytree(wan / name, folder / name)
         write_model_index(folder, "CausalVideoPipeline", kinds, defaults=defaults)
     return output
 
@@ -176,32 +193,6 @@ def _draft_defaults(file: Path, draft_steps: str | None, defaults: Mapping[str, 
         raise ValueError(f"draft {file} and transformer differ in whether timesteps are warped: give draft_steps")
     steps = parse_steps(published.get("steps", _STEPS), "steps")
     return {} if steps == defaults["steps"] else {"draft_steps": steps}
-
-
-def _same_weights(a: State, b: State) -> bool:
-    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
-
-
-def _validate_pair(draft: Mapping[str, Any], draft_file: Path, config: Mapping[str, Any], file: Path) -> None:
-    """Raise ValueError unless two transformers exchange latents and take the same text features."""
-    published = _find(draft_file, PUBLISHED) or {}
-    require_equal(
-        f"draft {draft_file} and transformer {file}",
-        ("latent frames per block", published.get("block_frames", config["block_frames"]), config["block_frames"]),
-        ("latent channels", draft["channels"], config["channels"]),
-        ("columns of text features", draft["text_dim"], config["text_dim"]),
-    )
-
-
-def _validate_parts(parts: Mapping[str, WanPart], config: Mapping[str, Any], wan: Path, file: Path) -> None:
-    """Raise ValueError unless a transformer takes the latents and text features of the other parts."""
-    vae, text = parts["vae"].config, parts["text_encoder"].config
-    require_equal(
-        f"wan {str(wan)!r} and transformer {file}",
-        ("latent channels, of which Wan2.1 has 16 and Wan2.2-TI2V-5B 48", vae["z_dim"], config["channels"]),
-        ("pixels per latent position", vae["scale_factor_spatial"], config["spatial_stride"]),
-        ("columns of text features", text.d_model, config["text_dim"]),
-    )
 
 
 def _find(file: Path, table: Mapping[str, Any]) -> Any:

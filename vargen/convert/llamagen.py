@@ -1,7 +1,6 @@
 """Conversion of official LlamaGen files, a transformer and its image tokenizer, to a folder for `LlamaGenPipeline`.
 
-The files do not describe their networks: sizes are inferred from the shapes, and what shapes do not determine (heads,
-grid) comes from the official table, the file name or the caller.
+Sizes are inferred from the shapes; heads and grid come from the official table, the file name or the caller.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def convert_llamagen(
 def detect_transformer(
     state: State, file: Path, downsampling: int, n_head: int | None = None, grid_size: int | None = None
 ) -> dict[str, Any]:
-    """Infer the arguments of `LlamaGenTransformer` from a state dict; removes a leftover `freqs_cis` from it."""
+    """Infer the arguments of `LlamaGenTransformer`; removes a leftover `freqs_cis`."""
     shape = partial(require_shape, state, file, "LlamaGen transformer")
     vocab, dim = shape("tok_embeddings.weight")
     qkv, hidden = shape("layers.0.attention.wqkv.weight")[0], shape("layers.0.feed_forward.w1.weight")[0]
@@ -148,7 +147,7 @@ def _read_grid(file: Path, downsampling: int) -> int:
 
 
 def detect_vq(state: State, file: Path) -> dict[str, Any]:
-    """Infer the arguments of `VQModel` from a state dict; adds the usage counter of training if it is missing."""
+    """Infer the arguments of `VQModel`; adds the usage counter of training if it is missing."""
     shape = partial(require_shape, state, file, "LlamaGen image tokenizer", dims=4)
     state.setdefault("quantize.codebook_used", torch.zeros(CODEBOOK_USED_SLOTS))
     codes, code_width = shape("quantize.embedding.weight", dims=2)

@@ -1,4 +1,4 @@
-"""Loading and validation of official checkpoint files. Pickles are read weights-only: no code in them is executed."""
+"""Official checkpoint files. Pickles are read weights-only: no code in them is executed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _INDEX = ".index.json"
 _TRAINED = ("model", "module", "state_dict", "model_state_dict", "gpt", "net", "params", "generator", "online_model")
 _AVERAGED = ("ema", "ema_model", "model_ema", "params_ema", "generator_ema", "ema_state_dict", "model_ema_state_dict")
 _TRAINING_ONLY = ("discriminator", "disc", "loss", "perceptual_loss", "lpips")  # prefixes of other networks
-_COUNTERS = ("initted", "step")  # beside averaged weights
+_COUNTERS = {"initted", "step"}  # beside averaged weights
 _MAX_DEPTH = 6  # of nested keys
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # parts of names, anywhere in them
@@ -41,16 +41,17 @@ class _Ignored:
         pass
 
 
-def _ignored_classes() -> list[tuple[type, str]]:
-    """Return what training files hold beside tensors by its names in pickles, for `load_pickle_safely`.
-
-    NumPy's own classes are not let in: their `__setstate__` is not made for data that nobody vouches for.
-    """
-    names = ["numpy.dtype", "numpy.ndarray"]
-    names += [f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")]
-    for kind in ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"):
-        names += [f"pathlib.{kind}", f"pathlib._local.{kind}"]  # the latter is of Python 3.13
-    return [(type(name, (_Ignored,), {}), name) for name in names]
+# What training files hold beside tensors, by its names in pickles: paths, of Python 3.13, too, and values of NumPy, whose own
+# classes are not let in: their `__setstate__` is not made for data that nobody vouches for.
+_PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
+_NUMPY = (
+    "dtype",
+    "ndarray",
+    *(f"{core}.multiarray.{name}" for core in ("core", "_core") for name in ("scalar", "_reconstruct")),
+)
+_IGNORED = [f"numpy.{name}" for name in _NUMPY] + [
+    f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS
+]
 
 
 def read_checkpoint(file: Path, prefer: str | Sequence[str] = ()) -> State:
@@ -66,10 +67,11 @@ def read_checkpoint(file: Path, prefer: str | Sequence[str] = ()) -> State:
     """
     content: Mapping[Any, Any] = _read_parts(file) if file.name.lower().endswith(_INDEX) else _read_file(file)
     preferred = (prefer,) if isinstance(prefer, str) else tuple(prefer)
-    order = ("trainer", *preferred, *(_AVERAGED + _TRAINED if "ema" in preferred else _TRAINED + _AVERAGED))
+    order = dict.fromkeys(("trainer", *preferred, *(_AVERAGED if "ema" in preferred else ()), *_TRAINED, *_AVERAGED))
     for _ in range(_MAX_DEPTH):
         content = _nest_prefixes(content, file)
-        found = [place for place in dict.fromkeys(order) if _holds_weights(content.get(place))]
+        inner = {place: content[place] for place in order if isinstance(content.get(place), Mapping)}
+        found = [place for place, each in inner.items() if any(isinstance(value, Tensor | Mapping) for value in each.values())]
         if not found:
             break
         if len(found) > 1:
@@ -85,10 +87,6 @@ def read_checkpoint(file: Path, prefer: str | Sequence[str] = ()) -> State:
     return {name: value.detach() for name, value in content.items()}
 
 
-def _holds_weights(content: Any) -> bool:
-    return isinstance(content, Mapping) and any(isinstance(value, Tensor | Mapping) for value in content.values())
-
-
 def _read_file(file: Path) -> Mapping[Any, Any]:
     """Return the content of a safetensors file or a pickle."""
     suffix = file.suffix.lower()
@@ -97,10 +95,10 @@ def _read_file(file: Path) -> Mapping[Any, Any]:
         raise ValueError(f"{file} is not a checkpoint file, which is {allowed}")
     if suffix == ".safetensors":
         read_header(file)  # its message is clearer than the loader's
-        content: Any = load_file(file)
-    else:
-        # Training checkpoints keep their command-line arguments in a Namespace, which only holds attributes.
-        content = load_pickle_safely(file, [argparse.Namespace, *_ignored_classes()], mmap=True)
+        return load_file(file)
+    # Training checkpoints keep their command-line arguments in a Namespace, which only holds attributes.
+    ignored = [(type(name, (_Ignored,), {}), name) for name in _IGNORED]
+    content = load_pickle_safely(file, [argparse.Namespace, *ignored], mmap=True)
     if not isinstance(content, Mapping):
         raise ValueError(f"{file} holds a {type(content).__name__}, expected tensors by name")
     return content
@@ -108,8 +106,7 @@ def _read_file(file: Path) -> Mapping[Any, Any]:
 
 def _read_parts(index: Path) -> State:
     """Return the tensors of the files that an index names."""
-    weight_map = read_index(index)
-    state: State = {}
+    weight_map, state = read_index(index), State()
     for name in sorted(set(weight_map.values())):
         part = _read_file(index.parent / name)
         if part.keys() != {key for key, value in weight_map.items() if value == name}:
@@ -122,12 +119,12 @@ def _nest_prefixes(content: Mapping[Any, Any], file: Path) -> dict[str, Any]:
     """Return tensors whose names all begin with a place as nested under it; other content with plain names."""
     if not all(isinstance(value, Tensor) for value in content.values()):
         return {str(name): value for name, value in content.items()}
-    named = {_strip_wrapper_prefixes(str(name)): value for name, value in content.items()}
+    named = {_plain_name(str(name)): value for name, value in content.items()}
     if len(named) != len(content):
         raise ValueError(f"{file} holds a tensor twice, with and without a prefix such as 'module.' or '_orig_mod.'")
     kept = {name: value for name, value in named.items() if name.partition(".")[0] not in _TRAINING_ONLY} or named
     nested: dict[str, Any] = {}
-    for name in [name for name in kept if name not in _COUNTERS]:
+    for name in kept.keys() - _COUNTERS:
         place, _, rest = name.partition(".")
         if not rest or place not in (*_TRAINED, *_AVERAGED):
             return kept
@@ -142,7 +139,7 @@ def _is_plain(value: Tensor) -> bool:
     return 0 < value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
-def _strip_wrapper_prefixes(name: str) -> str:
+def _plain_name(name: str) -> str:
     """Strip what distributed training, activation checkpointing and torch.compile add to a parameter's name."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     while len(parts) > 1 and parts[0] == "module":
@@ -157,7 +154,7 @@ def build_network(
     file: Path,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Build the network `kind(**config)` with the tensors of `state` as its weights, cast to `dtype` if given."""
+    """Build `kind(**config)` with the tensors of `state` as its weights, cast to `dtype` if given."""
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"dtype must be None, torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
     network = describe_network(kind, config, state, file)
@@ -178,7 +175,7 @@ def build_network(
 
 
 def describe_network(kind: Callable[..., nn.Module], config: dict[str, Any], state: State, file: Path) -> Any:
-    """Return the network `kind(**config)` on the meta device, after comparing names and shapes of its tensors."""
+    """Return `kind(**config)` on the meta device, if names and shapes of its tensors fit."""
     try:
         with torch.device("meta"):
             network = kind(**config)
@@ -215,20 +212,17 @@ def count_modules(state: State, prefix: str) -> int:
 def require_inputs(**inputs: Path | None) -> None:
     """Raise an error that names an argument whose file or folder does not exist; None means not given."""
     for name, path in inputs.items():
-        is_folder = name in ("text_encoder", "tokenizer", "wan")
+        kind = "folder" if name in ("text_encoder", "tokenizer", "wan") else "file"
         if path is not None and not path.exists():
             raise FileNotFoundError(f"{name} {str(path)!r} does not exist")
-        if path is not None and not (path.is_dir() if is_folder else path.is_file()):
-            raise ValueError(f"{name} must be a {'folder' if is_folder else 'file'}, got {str(path)!r}")
+        if path is not None and not (path.is_dir() if kind == "folder" else path.is_file()):
+            raise ValueError(f"{name} must be a {kind}, got {str(path)!r}")
 
 
 def write_image_model(
     folder: Path, pipeline: str, parts: Mapping[str, Any], defaults: Mapping[str, Any], id2label: Path | None
 ) -> None:
-    """Write the components and the index of an image model, for a pipeline's class name.
-
-    The defaults of sampling are stored without a top-k that exceeds the vocabulary.
-    """
+    """Write components and index of an image model; `defaults` without a top-k that exceeds the vocabulary."""
     config = parts["transformer"].config
     labels = None if id2label is None else read_labels(id2label, config.num_classes)
     for name, part in parts.items():
@@ -238,7 +232,7 @@ def write_image_model(
 
 
 def write_model_index(folder: Path, pipeline: str, parts: Mapping[str, Any], **values: Any) -> None:
-    """Write `model_index.json` as the pipeline's `save_pretrained` does, of components or their classes by name."""
+    """Write `model_index.json` of components or their classes by name."""
     index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": installed_version("diffusers"), **values}
     for name, part in parts.items():
         kind = part if isinstance(part, type) else type(part)

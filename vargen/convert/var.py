@@ -1,7 +1,4 @@
-"""Conversion of official VAR or CoDe files, a transformer and its image tokenizer, to a folder for `VARPipeline`.
-
-The files do not describe their networks: all sizes, and the resolution, are inferred from the shapes.
-"""
+"""Conversion of official VAR or CoDe files, whose sizes are inferred from shapes."""
 
 from __future__ import annotations
 
@@ -108,7 +105,7 @@ def detect_scales(state: State, positions: int, file: Path) -> tuple[int, ...]:
 
 
 def detect_vae(state: State, file: Path, scales: tuple[int, ...]) -> dict[str, Any]:
-    """Infer the arguments of `MultiScaleVQModel` from a state dict; replaces a usage counter of other scales."""
+    """Infer the arguments of `MultiScaleVQModel`; replaces a usage counter of other scales."""
     shape = partial(require_shape, state, file, "VAR image tokenizer", dims=4)
     ch = shape("encoder.conv_in.weight")[0]
     codes, width = shape("quantize.embedding.weight", dims=2)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vargen.compat import import_torch_fidelity
 from vargen.files import expand_user
 from vargen.reading import on_white
-from vargen.scoring.image_text import load_image_tower, packaged_scorers, preprocess, scorer_folder, tower_identity
+from vargen.scoring.image_text import load_image_tower, packaged_scorers, preprocess, scorer_folder
 from vargen.specs import import_object, parse_spec
 from vargen.values import short_repr
 from vargen.weight_files import load_pickle_safely, read_header, weights_digest
@@ -138,13 +138,14 @@ def _clip(
 
 
 def _scorer_tower(source: str, device: torch.device | str = "cpu") -> Extractor:
-    model = load_image_tower(scorer_folder(source)).to(device)
+    model, identity = load_image_tower(scorer_folder(source))
+    model = model.to(device)
 
     def run(pixels: Tensor) -> Tensor:
         return model.pool_features(preprocess(model, pixels.float() / 255))
 
     name = source if source in packaged_scorers() else Path(source).resolve().name
-    return Extractor(name, tower_identity(model), run, device)
+    return Extractor(name, identity, run, device)
 
 
 INCEPTION = "inception-2015-12-05"

@@ -37,7 +37,7 @@ SCORERS = {
 
 
 def default_scorer(model: str) -> str | None:
-    """Return the packaged scorer of a packaged model, such as `emoji-scorer` for `emoji-var`; None without one."""
+    """Return the packaged scorer of a packaged model: `emoji-scorer` for `emoji-var`."""
     from vargen.scoring.image_text import packaged_scorers
 
     name = f"{model.split('-')[0]}-scorer"

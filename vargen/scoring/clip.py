@@ -1,7 +1,5 @@
-"""CLIP score: 100 times the cosine similarity of image and prompt embeddings, clipped at 0 (CLIPScore, Hessel et al. 2021).
-
-Hessel et al. scale by 2.5; text-to-image papers report 100 times the cosine, or the cosine. Scores of different models or
-weights are not comparable, so the scorer's name includes both.
+"""CLIP score: 100 times the cosine similarity of image and prompt embeddings, clipped at 0 (CLIPScore, Hessel et al. 2021,
+who scale by 2.5). Scores of other models or weights are not comparable, so the scorer's name has both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Frame scores of a block of video: an image scorer applied to each frame, minus a penalty for a jump at the block boundary.
+"""Frame scores of a block of video: of an image scorer, minus a penalty for a jump at the boundary.
 
-An image scorer cannot see a jump between two blocks. So the first frame of a block pays for the amount by which its change
-from the previous frame exceeds the largest change within the block.
+The first frame of a block pays for the amount by which its change from the previous frame exceeds the largest within the block.
 
 Shape suffixes: T frames, Y/X rows and columns.
 """
@@ -19,7 +18,7 @@ from vargen.values import NumberRange, require_int
 
 
 def jump(frames_TCYX: Tensor, previous_CYX: Tensor | None) -> float:
-    """Return by how much the change into a block exceeds the largest within it: mean absolute difference in [0, 1]."""
+    """Return how much the change into a block exceeds the largest within: mean difference in [0, 1]."""
     if previous_CYX is None:
         return 0.0
     into = float((frames_TCYX[0] - previous_CYX).abs().mean())
@@ -43,10 +42,7 @@ class FrameScorer:
         self.name = self.scorer.name
 
     def bind(self, prompt: str) -> Callable[[Any], Tensor]:
-        """Return a function that scores blocks of one prompt, float32 `[T]` or `[frames]`; raises as `score_images`.
-
-        Higher is better. It takes a `vargen.decoding.BlockView`: its `frames` and the `previous` one.
-        """
+        """Return a function of a `BlockView` of one prompt: scores, float32 `[T]` or `[frames]`."""
 
         def scores(view: Any) -> Tensor:
             count = len(view.frames)

@@ -1,11 +1,8 @@
 """Scorers of an `ImageTextModel`: a small image encoder paired with a text encoder. The packaged scorer is one of them.
 
-A scorer's folder holds `config.json` and weights of an `ImageTextModel`, either at its top or, as training writes them, in
-`scorer/`. It may also hold `text_encoder/`, `tokenizer/` and a `scorer.json`:
-
-    {"text_encoder": "emoji", "captions": ["a red apple", ...]}
-
-which names the packaged model whose text encoder was used in training, and the fixed captions that scores are relative to.
+A scorer's folder holds `config.json` and weights of an `ImageTextModel`, at its top or, as training writes them, in `scorer/`.
+It may hold `text_encoder/`, `tokenizer/` and a `scorer.json`, `{"text_encoder": "emoji", "captions": ["a red apple", ...]}`,
+with the packaged model whose text encoder was used in training, and the fixed captions that scores are relative to.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from torch import Tensor
 
 import vargen.assets
 from vargen.compat import tokenized
-from vargen.files import expand_user, validate_not_interrupted
+from vargen.files import expand_user
 from vargen.folders.json_files import TEXT, Kind, pick_values, read_object
 from vargen.folders.networks import NetworkFolder
 from vargen.folders.tokenizers import load_tokenizer
@@ -58,7 +55,8 @@ class ImageTextScorer(BatchedScorer):
     ):
         folder = scorer_folder(source)
         settings = _settings(folder)
-        self.model = load_image_tower(folder).to(device)
+        model, identity = load_image_tower(folder)
+        self.model = model.to(device)
         encoder = _encoder_folder(folder, text_encoder or settings.get("text_encoder"))
         self.encoder = MiniLMTextEncoder.from_pretrained(encoder / "text_encoder").to(device).eval().requires_grad_(False)
         self.tokenizer = load_tokenizer(encoder / "tokenizer", "BertTokenizerFast")
@@ -71,15 +69,12 @@ class ImageTextScorer(BatchedScorer):
         super().__init__(name, device, batch_size)
         self._latest: dict[str, Tensor] = {}
         captions = settings.get("captions", [])
-        self.identity = f"{tower_identity(self.model)}-{weights_digest(self.encoder)}-{captions}"
+        self.identity = f"{identity}-{weights_digest(self.encoder)}-{captions}"
         with torch.inference_mode():
             self.baseline_embeddings = self.embed_captions(captions) if captions else None
 
     def embed_captions(self, texts: Sequence[str]) -> Tensor:
-        """Return unit vectors `[len(texts), E]`; their cosine similarity with an image's vector measures the match.
-
-        Features of tokens are averaged as in the training of the sentence encoder.
-        """
+        """Return unit vectors `[len(texts), E]` of texts, whose features of tokens are averaged as in training."""
         means = []
         options = {"padding": True, "truncation": True, "max_length": _LONGEST, "return_tensors": "pt"}
         for start in range(0, len(texts), _AT_ONCE):
@@ -120,14 +115,10 @@ def preprocess(model: ImageTextModel, pixels_BCYX: Tensor) -> Tensor:
     return F.interpolate(inputs, (size, size), mode="bilinear", antialias=True, align_corners=False)
 
 
-def load_image_tower(folder: Path) -> ImageTextModel:
-    """Open the `ImageTextModel` of a scorer's folder."""
-    return load_network(NetworkFolder(folder, ImageTextModel), torch.float32).requires_grad_(False)
-
-
-def tower_identity(model: ImageTextModel) -> str:
-    """Return a string that identifies the features of this image encoder."""
-    return f"image-text-{weights_digest(model)}"
+def load_image_tower(folder: Path) -> tuple[ImageTextModel, str]:
+    """Open the `ImageTextModel` of a scorer's folder; returns it with what identifies its features."""
+    model = load_network(NetworkFolder(folder, ImageTextModel), torch.float32).requires_grad_(False)
+    return model, f"image-text-{weights_digest(model)}"
 
 
 def packaged_scorers() -> list[str]:
@@ -144,7 +135,6 @@ def scorer_folder(source: str | Path) -> Path:
     else:
         path = expand_user(source, "scorer")
         if not path.is_dir():
-            validate_not_interrupted(path)
             hint = suggest_names(str(source), names)
             raise ValueError(f"unknown scorer {short_repr(str(source))}: give a packaged one or a folder; {hint}")
     for folder in (path, path / "scorer"):
@@ -161,7 +151,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _encoder_folder(folder: Path, named: str | Path | None) -> Path:
-    """Return the named folder with text encoder and tokenizer; by default the scorer's own, or that of `emoji`."""
+    """Return the folder with text encoder and tokenizer; by default the scorer's own, or `emoji`."""
     places = [folder, folder.parent, vargen.assets.packaged_model_path(_ENCODER)]
     if named is not None:
         packaged = str(named) in vargen.assets.packaged_models()

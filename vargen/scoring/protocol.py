@@ -1,7 +1,6 @@
 """The scorer interface: images and their prompts in, one number per image out.
 
-All scores pass through `score_images` or `BatchedScorer`, so that a NaN, a missing score or a missing prompt is an error,
-whatever the scorer, and never reaches a table.
+All scores pass through `score_images` or `BatchedScorer`: a NaN, a missing score or prompt is an error, and never in a table.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class Scorer(Protocol):
 
     Attributes:
         name: shown in tables; includes the model and its weights if several are in use.
-        higher_is_better: whether higher scores are better.
         identity: optional; identifies network, weights and settings. Cached scores of equal identity are reused.
     """
 
@@ -41,7 +39,7 @@ class Scorer(Protocol):
 
 
 class BatchedScorer:
-    """Base class of scorers that only have `score_batch`: splits into batches, and validates as `score_images` does.
+    """Base class of scorers by `score_batch`: splits into batches, and validates as `score_images`.
 
     Args:
         name: see `Scorer`. device: where its network runs. batch_size: maximum number of images per batch.
@@ -89,7 +87,7 @@ class NonFiniteScoreError(ValueError):
 
 
 def to_scorer(value: Any, name: str = "") -> Scorer:
-    """Return a scorer as it is, and a function `f(images, prompts)` wrapped as one; TypeError for anything else."""
+    """Return a scorer as it is, and a function `f(images, prompts)` wrapped as one."""
     is_class = isinstance(value, type)
     if isinstance(value, Scorer) and not is_class:
         return value
@@ -164,11 +162,7 @@ def to_tensor(images: Images) -> Tensor:
 
 
 def require_local_file(path: Any, argument: str, what: str, how: str) -> Path:
-    """Return `path` if the file or folder exists, else raise FileNotFoundError.
-
-    Args:
-        argument: name of the option. what: description of the weights. how: how to get them.
-    """
+    """Return `path` if it exists; else FileNotFoundError names the `argument`, and how to get it."""
     found = None if path is None else expand_user(path, argument)
     if found is None or not found.exists():
         missing = "is not given" if found is None else f"{str(path)!r} does not exist"

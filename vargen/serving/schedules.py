@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from vargen.decoding import DecodeStats
+from vargen.decoding import BlockStream, DecodeStats
 from vargen.decoding.engine import Engine
 from vargen.decoding.requests import FinishedImage, select_rows
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.causal_video import CausalVideoPipeline
 from vargen.pipelines.seeds import resolve_seeds
-from vargen.pipelines.videos import VideoStream
 from vargen.serving.tasks import (
     Begun,
     GeneratedImage,
@@ -301,7 +300,7 @@ class VideoSchedule(TaskSchedule):
             self.running[stream] = handle
             handle.send(Begun())
 
-    def _end(self, stream: VideoStream, event: TaskFailed | None = None) -> None:
+    def _end(self, stream: BlockStream, event: TaskFailed | None = None) -> None:
         handle = self.running.pop(stream)
         stream.close()
         if event is not None:
