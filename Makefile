@@ -130,7 +130,6 @@ $(REFERENCE)/.all: pyproject.toml constraints.txt | $(REFERENCE)/.torch
 	$(REFERENCE)/bin/python -m pip install -c constraints.txt -e ".[all,ray]"
 	@touch $(REFERENCE)/.core $(REFERENCE)/.demo $@
 
-# Everything but the official ImageReward, which does not import with today's transformers.
 $(LATEST)/.fast: pyproject.toml constraints-latest.txt | $(LATEST)/.torch
 	$(LATEST)/bin/python -m pip install -c constraints-latest.txt -e ".[demo,eval,kernels,video,serve,train,dev]"
 	@touch $@

@@ -1,4 +1,4 @@
-"""Print the frames from a call to the loop, and its functions outside of decoding, kernels and models; and those of a request.
+"""Print the frames from a call to the loop, its functions outside of decoding, kernels and models, and those of other doors.
 
 python tests/call_path.py [METHOD]
 """
@@ -69,6 +69,25 @@ def trace_request() -> list[str]:
     return [name for name in trace(prepare)[1] if not name.startswith("pipelines")]
 
 
+def trace_click() -> list[str]:
+    """Return the functions of a click on Generate, without the pipeline's."""
+    from vargen.demo.page import Models, build_page
+
+    def prepare() -> Callable[[], Any]:
+        functions = {each.name: each for each in build_page(Models("emoji", open_pipeline("emoji"))).fns.values()}
+        run = functions["run_open_mode"]
+        values = {component: component.value for component in run.inputs}
+
+        def click() -> None:
+            functions["set_running"].fn(7, False, False)
+            list(run.fn(values))
+            functions["set_idle"].fn()
+
+        return click
+
+    return [name for name in trace(prepare)[1] if not name.startswith("pipelines")]
+
+
 def main(method: str = "gumbel") -> None:
     pipe = open_pipeline("emoji")
     pipe("a red apple")  # warm
@@ -77,6 +96,8 @@ def main(method: str = "gumbel") -> None:
     print(f"{len(functions)} functions outside of decoding, kernels and models:", *functions, sep="\n  ")
     functions = trace_request()
     print(f"{len(functions)} functions of a request outside of the pipeline:", *functions, sep="\n  ")
+    functions = trace_click()
+    print(f"{len(functions)} functions of a click on the page outside of the pipeline:", *functions, sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ needs_torchvision = pytest.mark.skipif(installed_version("torchvision") is None,
 # What people use vargen with, and the distribution of each.
 _BESIDE = {"gradio": "gradio", "open_clip": "open-clip-torch", "triton": "triton", "ImageReward": "image-reward"}
 
-# In one process, with the official ImageReward where it is installed: on the reference set, not on the latest one. Also
+# In one process, with the official ImageReward where it is installed. Also
 # with the root first on the path: transformers 5 probes `kernels` by an import, and must find no kernel library.
 _EVERYTHING = (
     "import importlib.metadata, os, sys; os.chdir(sys.argv[2]); sys.path.insert(0, '')\n"

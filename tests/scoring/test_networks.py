@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -29,54 +30,82 @@ def shown(size: tuple[int, int] = (40, 56), count: int = 2) -> list[Image.Image]
 
 # -- ImageReward ---------------------------------------------------------------------------------------------------------
 
+# Names, shapes and scores of the official network (package image-reward 1.5) with small transformers inside, whose weights are
+# random by name. `python tests/scoring/test_networks.py` writes it again where that package imports: vargen[reward].
+RECORD = Path(__file__).parents[1] / "golden" / "image_reward.json"
+_VISION = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512, "patch_size": 32}
+_TEXT = {
+    "architectures": ["BertModel"], "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "hidden_dropout_prob": 0.1,
+    "hidden_size": 768, "initializer_range": 0.02, "intermediate_size": 96, "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 64, "model_type": "bert", "num_attention_heads": 12, "num_hidden_layers": 2,
+    "pad_token_id": 0, "type_vocab_size": 2, "vocab_size": 30524, "encoder_width": 128, "add_cross_attention": True,
+}  # fmt: skip
 
-def small_official(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The package's own network with small transformers inside, its weights and configuration in `folder`."""
+
+def random_weights(shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+    """Return weights that depend on their names; positions, the only integers, count up."""
+    found = {}
+    for name, shape in shapes.items():
+        if name.endswith("position_ids"):
+            found[name] = torch.arange(shape[-1]).expand(shape).clone()
+        else:
+            noise = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+            found[name] = 0.05 * noise + (len(shape) == 1 and name.endswith(".weight"))  # norms multiply by about one
+    return found
+
+
+@pytest.fixture
+def official(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The record; its weights are in `ImageReward.pt`, and our network has its sizes."""
+    record = json.loads(RECORD.read_text("utf-8"))
+    torch.save(random_weights(record["shapes"]), tmp_path / "ImageReward.pt")
+    text = {**reward_models.TEXT, "encoder_hidden_size": 128}
+    monkeypatch.setattr(reward_models, "VISION", {**reward_models.VISION, **_VISION})
+    monkeypatch.setattr(reward_models, "TEXT", {name: _TEXT.get(name, value) for name, value in text.items()})
+    return {**record, "weights": f"weights={tmp_path / 'ImageReward.pt'}"}
+
+
+def test_image_reward_scores_as_the_package_does(official: dict[str, Any], tmp_path: Path) -> None:
+    images, expected = shown(), torch.tensor(official["scores"])
+    alone = [
+        open_scorer(f"image-reward:{official['weights']}").score([i], [p])[0] for p, i in zip(PROMPTS, images, strict=True)
+    ]
+    scores = open_scorer(f"image-reward:{official['weights']}").score(images, PROMPTS)
+    assert torch.allclose(torch.stack(alone), expected, atol=2e-5) and torch.allclose(scores, expected, atol=2e-5)
+    assert (expected[0] - expected[1]).abs() > 1e-3, "the tolerance separates the two"
+    other = random_weights(official["shapes"])
+    name = next(each for each in other if each.endswith("crossattention.self.value.weight"))
+    other[name] = other[name] * 1.01
+    torch.save(other, tmp_path / "other.pt")
+    changed = open_scorer(f"image-reward:weights={tmp_path / 'other.pt'}").score(images, PROMPTS)
+    assert not torch.allclose(changed, expected, atol=2e-5), "a hundredth more of one weight is noticed"
+
+
+def record_official_scores() -> None:
+    """Score by the package's own network, and write the record."""
+    import tempfile
+
     from vargen.compat import ensure_torchvision
 
     ensure_torchvision()
     restore_moved_functions()
-    package = pytest.importorskip("ImageReward", reason="the package image-reward does not import here", exc_type=Exception)
+    import ImageReward as package
     from ImageReward.models.BLIP import blip_pretrain
     from ImageReward.models.BLIP.vit import VisionTransformer
     from transformers import BertTokenizer
 
-    def small_vit(*_: Any) -> tuple[torch.nn.Module, int]:
-        return VisionTransformer(img_size=224, patch_size=32, embed_dim=128, depth=2, num_heads=2), 128
-
-    def tokenizer() -> BertTokenizer:
-        return BertTokenizer(str(ENCODER / "tokenizer/vocab.txt"))
-
-    monkeypatch.setattr(blip_pretrain, "create_vit", small_vit)
-    monkeypatch.setattr(blip_pretrain, "init_tokenizer", tokenizer)
-    config = {
-        "architectures": ["BertModel"], "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "hidden_dropout_prob": 0.1,
-        "hidden_size": 768, "initializer_range": 0.02, "intermediate_size": 96, "layer_norm_eps": 1e-12,
-        "max_position_embeddings": 64, "model_type": "bert", "num_attention_heads": 12, "num_hidden_layers": 2,
-        "pad_token_id": 0, "type_vocab_size": 2, "vocab_size": 30524, "encoder_width": 128, "add_cross_attention": True,
-    }  # fmt: skip
-    (folder / "med_config.json").write_text(json.dumps(config))
-    torch.manual_seed(3)
-    network = package.ImageReward(med_config=str(folder / "med_config.json"))
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.05)
-    torch.save(network.state_dict(), folder / "ImageReward.pt")
-    text = {**reward_models.TEXT, "encoder_hidden_size": 128}
-    vision = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512, "patch_size": 32}
-    monkeypatch.setattr(reward_models, "VISION", {**reward_models.VISION, **vision})
-    monkeypatch.setattr(reward_models, "TEXT", {name: config.get(name, value) for name, value in text.items()})
-    return network.eval()
-
-
-def test_image_reward_scores_as_the_package_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    official = small_official(tmp_path, monkeypatch)
-    images = shown()
-    expected = [official.score(prompt, image) for prompt, image in zip(PROMPTS, images, strict=True)]
-    weights = f"weights={tmp_path / 'ImageReward.pt'}"
-    alone = [open_scorer(f"image-reward:{weights}").score([i], [p])[0] for p, i in zip(PROMPTS, images, strict=True)]
-    assert torch.equal(torch.stack(alone), torch.tensor(expected)), "not to the last bit"
-    scores = open_scorer(f"image-reward:{weights}").score(images, PROMPTS)
-    assert torch.allclose(scores, torch.tensor(expected), atol=1e-5) and scores[0] != scores[1]
+    vision = VisionTransformer(img_size=224, patch_size=32, embed_dim=128, depth=2, num_heads=2)
+    blip_pretrain.create_vit = lambda *_: (vision, 128)
+    blip_pretrain.init_tokenizer = lambda: BertTokenizer(str(ENCODER / "tokenizer/vocab.txt"))
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "med_config.json"
+        config.write_text(json.dumps(_TEXT))
+        network = package.ImageReward(med_config=str(config)).eval()
+    shapes = {name: list(value.shape) for name, value in network.state_dict().items()}
+    network.load_state_dict(random_weights(shapes))
+    scores = [network.score(prompt, image) for prompt, image in zip(PROMPTS, shown(), strict=True)]
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(shape)}" for name, shape in shapes.items())
+    RECORD.write_text(f'{{"scores": {json.dumps(scores)},\n"shapes": {{\n{lines}\n}}}}\n', "utf-8")
 
 
 def test_image_reward_opens_no_pickled_code_and_no_other_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,3 +209,7 @@ def test_a_scorer_that_is_not_finished_damaged_or_of_another_encoder_is_refused(
     ImageTextModel(widths=[16, 32], blocks=[1, 1], text_dim=24).save_pretrained(tmp_path / "narrow")
     with pytest.raises(ValueError, match=r"gives 384 features.*takes 24"):
         open_scorer(str(tmp_path / "narrow"))
+
+
+if __name__ == "__main__":
+    record_official_scores()
