@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 httpx = pytest.importorskip("httpx")
+pytest.importorskip("gradio")
+
+from vargen.demo.malformed_requests import UploadLimit  # noqa: E402
 
 INSIDES = re.compile(r"0x[0-9a-f]{6,}|Traceback|site-packages|/[\w.-]+/[\w.-]+\.py|/(?:tmp|home|root)/|gradio\.|vargen-")
 
@@ -90,3 +93,12 @@ def test_files_of_the_machine_are_not_served(address: str, repo_root: Path, path
     place = str(repo_root / path) if path == "pyproject.toml" else path
     answer = httpx.get(f"{address}gradio_api/file={place}")
     assert answer.status_code in (403, 404) and "root:" not in answer.text and "[project]" not in answer.text
+
+
+def test_uploads_have_a_limit_together(http: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def upload() -> int:
+        return int(http.post("gradio_api/upload", files={"files": ("a.png", b"x" * 1000)}).status_code)
+
+    assert upload() == 200
+    monkeypatch.setattr(UploadLimit, "MAX_BYTES", 100)
+    assert upload() == 413

@@ -81,7 +81,7 @@ def load_models(model: str, device_name: str, scorer_name: str | None) -> Models
 def serve(page: gr.Blocks, host: str, port: int | None) -> str:
     """Serve the page from background threads; returns its address. OSError is raised if the port is in use."""
     from vargen.demo.look import CSS, FAVICON, STREAMS, build_theme
-    from vargen.demo.malformed_requests import HANDLERS
+    from vargen.demo.malformed_requests import HANDLERS, MIDDLEWARE
 
     # Before 6.20, gradio reads this deprecated status code at each request, and newer Starlette versions warn on stderr.
     warnings.filterwarnings("ignore", "'HTTP_422_UNPROCESSABLE_ENTITY' is deprecated", UserWarning, r"gradio\.routes")
@@ -93,7 +93,7 @@ def serve(page: gr.Blocks, host: str, port: int | None) -> str:
             server_port=port,
             share=False,
             show_error=True,
-            app_kwargs={"exception_handlers": HANDLERS},
+            app_kwargs={"exception_handlers": HANDLERS, "middleware": MIDDLEWARE},
             ssr_mode=False,
             pwa=False,
             enable_monitoring=False,

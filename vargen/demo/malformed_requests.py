@@ -1,8 +1,9 @@
-"""Rejects malformed requests, which no page sends: one line to the caller and to the log, without internals of the server."""
+"""Rejects what no page sends in one line, to the caller and to the log, without internals of the server; and too many uploads."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -10,6 +11,8 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from gradio.exceptions import Error
 from gradio.route_utils import FnIndexInferError
+from gradio.utils import get_upload_folder
+from starlette.middleware import Middleware
 
 logger = logging.getLogger("vargen")
 
@@ -52,3 +55,23 @@ def _reject(_: Request, error: Exception) -> JSONResponse:
 
 # Server handlers for exceptions that gradio does not handle: they would give a 500 with a traceback in the log.
 HANDLERS = {FnIndexInferError: _report_not_found, LookupError: _report_not_found, ValueError: _reject, TypeError: _reject}
+
+
+class UploadLimit:
+    """An ASGI middleware that refuses uploads while the files of a day, after which gradio deletes them, take `MAX_BYTES`."""
+
+    MAX_BYTES = 512 * 2**20
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        app = self._app
+        if scope["type"] == "http" and scope["path"].endswith("/upload"):
+            files = Path(get_upload_folder()).rglob("*")
+            if sum(each.stat().st_size for each in files if each.is_file()) > self.MAX_BYTES:
+                app = JSONResponse({"detail": "The page holds too many files; try again tomorrow."}, 413)
+        await app(scope, receive, send)
+
+
+MIDDLEWARE = [Middleware(UploadLimit)]
