@@ -1,4 +1,4 @@
-"""Rejects what no page sends in one line, to the caller and to the log, without internals of the server; and too many uploads."""
+"""Rejects what no page sends in one line, to the caller and to the log, with nothing of the server; and too many uploads."""
 
 from __future__ import annotations
 
