@@ -1,7 +1,4 @@
-"""The HTTP interface of one model, as OpenAI's: the application, who may use it, and what requests have in common.
-
-Errors are in OpenAI's shape. Nothing about the machine leaves it: details go to the log.
-"""
+"""The HTTP interface of one model, as OpenAI's. Nothing about the machine leaves it: details go to the log."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from pydantic import BaseModel, Field, ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -28,7 +26,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vargen import __version__
 from vargen.pipelines import validation
-from vargen.serving.engine import Generated, GenerationThread, QueueFullError, ServiceClosedError, TaskHandle, TaskLostError
+from vargen.serving.engine import (
+    Generated,
+    GenerationThread,
+    QueueFullError,
+    ServiceClosedError,
+    TaskHandle,
+    TaskLostError,
+)
 from vargen.values import MAX_SEED, short_repr
 
 logger = logging.getLogger("vargen")
@@ -55,9 +60,9 @@ class RequestLimits:
         images: number of images `n`.
         seconds: from the first byte of the body to the last one of the answer.
         blocks: length of a video in blocks.
-        connections: number of requests at a time, beyond which new ones are refused; twice as many connections may be open.
-        connections_per_address: number of open connections of one address, such as that of a proxy.
-        header_seconds: from the start of a connection, or the first byte of a further request, to the end of its header.
+        connections: number of requests at a time; twice as many connections may be open.
+        connections_per_address: of one client, or of a proxy.
+        header_seconds: until the header of a request is complete.
     """
 
     images: int = 10
@@ -74,19 +79,19 @@ class ModelCard:
 
     Attributes:
         name: by which clients name it.
-        size: width and height of its images in pixels; `size_name` is how OpenAI's clients write it.
+        size: width and height of its images in pixels.
         vocab_size: of its tokens; 0 for video.
         num_classes: 0 for models that read prompts.
         class_names: number of each class by its names, in lower case.
         defaults: temperature, top-k and top-p by name.
         edits_images: whether it inpaints.
         fps: frames per second; 0 for images.
-        block_frames, num_blocks: of videos: frames of each block, the first one and the others, and blocks by default.
+        block_frames: of the first block of a video, and of the others.
+        num_blocks: of a video by default.
     """
 
     name: str
     size: tuple[int, int]
-    size_name: str
     vocab_size: int = 0
     num_classes: int = 0
     class_names: Mapping[str, int] = field(default_factory=dict)
@@ -96,9 +101,14 @@ class ModelCard:
     block_frames: tuple[int, int] = (0, 0)
     num_blocks: int = 0
 
+    @property
+    def size_name(self) -> str:
+        """The size as OpenAI's clients write it."""
+        return f"{self.size[0]}x{self.size[1]}"
+
 
 class APIError(HTTPException):
-    """An error that a client sees: its HTTP status, a message, a short name, and the field that caused it."""
+    """An error that a client sees; `code` is its name, and `param` the field that caused it."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None, headers: Any = None):
         super().__init__(status, message, headers)
@@ -116,7 +126,7 @@ class ClientGoneError(Exception):
     """The client closed the connection."""
 
 
-_KNOWN: dict[type[BaseException], tuple[Any, ...]] = {  # what clients are told about an error: arguments of `APIError`
+_KNOWN: dict[type[BaseException], tuple[Any, ...]] = {
     ServiceClosedError: (503, "The server is shutting down.", "shutting_down", None, {"Retry-After": "5"}),
     TimeoutError: (504, "The request took too long, and was cancelled.", "timeout"),
     TaskLostError: (503, "The process that generated the image ended. Try again.", "replica_lost"),
@@ -163,11 +173,7 @@ def _describe_invalid_body(found: Mapping[str, Any]) -> APIError:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer all errors in OpenAI's shape.
-
-    Those of a type that is named here are answered where requests are routed, so that the server neither logs nor counts them
-    as its own.
-    """
+    """Answer all errors in OpenAI's shape; those that are named here are no errors of the server."""
 
     async def answer(_: Request, error: Exception) -> JSONResponse:
         found = to_api_error(error)
@@ -209,13 +215,9 @@ class Body(BaseModel, strict=True, extra="forbid"):
 
 
 class Job:
-    """The tasks of a request, as an iterator over their events until all have ended: `(number of the task, event)`.
+    """The tasks of a request, as an iterator over their events, `(number of the task, event)`, until all have ended.
 
-    Args:
-        generation: generates them.
-        tasks: that are submitted.
-        seconds: after which the iterator raises TimeoutError.
-        receive: of a client whose body has been read; if it goes away, the tasks end at once. None: they go on.
+    It raises TimeoutError, and ClientGoneError if `receive` tells that the client went away.
     """
 
     def __init__(self, generation: GenerationThread, tasks: Sequence[Any], seconds: float, receive: Receive | None = None):
@@ -225,7 +227,7 @@ class Job:
         self._watcher = None if receive is None else asyncio.create_task(self._watch(receive))
 
     async def __aiter__(self) -> AsyncGenerator[tuple[int, Any], None]:
-        """Yield events; raises the error of the first task that fails. All tasks are cancelled at the end."""
+        """Yield events; raises the error of the first task that fails, and cancels the others."""
         left = len(self.handles)
         try:
             while left:
@@ -253,7 +255,7 @@ class Job:
 
 
 class StreamedBody(StreamingResponse):
-    """A body that is sent as it is made, for at most `seconds`; then the connection is closed, also if nobody reads."""
+    """A body that is sent while it is made. After `seconds`, the connection is closed, also if nobody reads."""
 
     def __init__(self, chunks: AsyncGenerator[bytes, None], media_type: str, seconds: float):
         super().__init__(chunks, media_type=media_type, headers={"Cache-Control": "no-store"})
@@ -266,7 +268,7 @@ class StreamedBody(StreamingResponse):
 
 
 def keep(files: dict[str, _T], file: _T, size_of: Callable[[_T], int]) -> str:
-    """Keep a file in memory by an unguessable name, which is returned; the oldest ones are dropped beyond `KEPT_BYTES`.
+    """Keep a file in memory by an unguessable name, which is returned, and drop the oldest ones beyond `KEPT_BYTES`.
 
     `size_of` returns the bytes of a file; 0 for one that is not finished, and stays.
     """
@@ -281,7 +283,6 @@ def keep(files: dict[str, _T], file: _T, size_of: Callable[[_T], int]) -> str:
 
 
 def read_api_key(environment: Mapping[str, str]) -> str | None:
-    """Return the key of the environment variable; None if it is not set."""
     key = environment.get(KEY_VARIABLE)
     if key is not None and not re.fullmatch(r"[!-~]+", key):
         raise ValueError(f"{KEY_VARIABLE} must be printable ASCII characters without spaces, or not set")
@@ -295,14 +296,9 @@ def build_app(
     api_key: str | None = None,
     allow_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """Build the application of one model. It does not close the thread that generates.
+    """Build the application of one model, which does not close the thread that generates.
 
-    Args:
-        card: describes the model.
-        generation: generates its images or videos.
-        limits: of one request.
-        api_key: that clients must send; None lets everyone in.
-        allow_origins: addresses of web pages whose scripts may use the service, such as `https://example.org`, or `*`.
+    Clients must send the key, if there is one. Scripts of the sites in `allow_origins` may use the service; `*`: of any.
     """
     from vargen.serving.images import add_image_routes
     from vargen.serving.videos import add_video_routes
@@ -345,15 +341,7 @@ def build_app(
 
 
 class Gate:
-    """What each request passes: the number of requests at a time, the key, the size and time of its body; and it is counted.
-
-    Args:
-        app: the application.
-        limits: of requests.
-        api_key, origins: see `build_app`.
-        registry: of the metrics.
-        paths: that are counted by name; others are counted together.
-    """
+    """What each request passes: its number at a time, its key, and the size and time of its body. It is counted, too."""
 
     def __init__(
         self,
@@ -367,8 +355,13 @@ class Gate:
         self.app, self.limits, self.paths, self.origins, self._active = app, limits, paths, origins, 0
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
         self._requests = Counter("vargen_requests", "Answered requests.", ["endpoint", "status"], registry=registry)
-        options: dict[str, Any] = {"registry": registry, "buckets": _BUCKETS}
-        self._seconds = Histogram("vargen_request_seconds", "Seconds to the end of the answer.", ["endpoint"], **options)
+        self._seconds = Histogram(
+            "vargen_request_seconds",
+            "Seconds to the end of the answer.",
+            ["endpoint"],
+            registry=registry,
+            buckets=_BUCKETS,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -432,9 +425,7 @@ class Gate:
         return receive_limited
 
 
-class _GenerationMetrics:
-    """Reads the counts of what generates when they are asked for."""
-
+class _GenerationMetrics(Collector):
     def __init__(self, generation: GenerationThread):
         self.generation = generation
 
@@ -442,9 +433,9 @@ class _GenerationMetrics:
         stats = self.generation.stats
         rate = stats.tokens / max(stats.passes, 1)
         yield GaugeMetricFamily("vargen_queue_length", "Images or videos that wait.", stats.num_waiting)
-        yield GaugeMetricFamily("vargen_active", "Images or videos that are being generated.", stats.num_active)
-        yield GaugeMetricFamily("vargen_images_per_second", "Images per second in the last minute.", stats.images_per_second)
+        yield GaugeMetricFamily("vargen_active", "Images or videos in slots.", stats.num_active)
+        yield GaugeMetricFamily("vargen_images_per_second", "In the last minute.", stats.images_per_second)
         yield GaugeMetricFamily("vargen_tokens_per_pass", "Tokens that a pass commits to an image.", rate)
         yield CounterMetricFamily("vargen_images", "Finished images.", stats.images)
         yield CounterMetricFamily("vargen_tokens", "Tokens of finished images.", stats.tokens)
-        yield CounterMetricFamily("vargen_passes", "Passes that finished images took part in, summed.", stats.passes)
+        yield CounterMetricFamily("vargen_passes", "Passes of finished images, summed.", stats.passes)

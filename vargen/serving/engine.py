@@ -1,5 +1,4 @@
-"""What clients request, the thread that generates it, and which tasks run together: next-token images join an engine, others
-run in batches by arrival, videos block by block."""
+"""What clients request, the thread that generates it, and which tasks run together."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ _options_of = attrgetter("task.sampling", "task.guidance_scale", "task.edit")  #
 
 
 class QueueFullError(RuntimeError):
-    """Too many images wait. `retry_after` is the number of seconds after which there is probably room."""
+    """Too many images wait; after `retry_after` seconds, there is probably room."""
 
     def __init__(self, retry_after: int):
         super().__init__(f"the queue is full; try again in {retry_after} s")
@@ -57,7 +56,7 @@ class ImageTask:
 
     Attributes:
         subject: the prompt or, for models of classes, the number or the name of a class.
-        seed: of the image, which is the one of `pipe(..., generator=torch.Generator().manual_seed(seed))`.
+        seed: of the image, as in a call of the pipeline.
         sampling: temperature, top-k and top-p.
         num_partial_images: number of partial images, evenly spaced in tokens.
         guidance_scale: None: that of the service.
@@ -115,7 +114,7 @@ class Generated:
     stats: DecodeStats | None = None
 
 
-Event = Begun | PartialImage | np.ndarray | Generated | BaseException  # an array has frames of a video, uint8 [F, Y, X, 3]
+Event = Begun | PartialImage | np.ndarray | Generated | BaseException  # an array is frames, uint8 [F, Y, X, 3]
 Listener = Callable[["TaskHandle", Event], object]
 End = tuple["TaskHandle", Generated | BaseException]
 
@@ -125,8 +124,8 @@ class TaskHandle(Future[Any]):
 
     Args:
         task: an `ImageTask` or a `VideoTask`.
-        listener: called with each event, in the thread that generates; it must return at once. The last event is a `Generated`
-            or an error; a task that is cancelled while it waits has none.
+        listener: called with each event, in the thread that generates; it must return at once. The last event is the
+            result or an error; a task that is cancelled while it waits has none.
 
     Attributes:
         stopped: whether `cancel` was called.
@@ -153,7 +152,7 @@ class TaskHandle(Future[Any]):
         return torch.Generator().manual_seed(self.task.seed)
 
     def send(self, event: Event) -> None:
-        """Report an event, from the thread that generates. A listener that fails is a matter of its client alone."""
+        """Report an event, from the thread that generates; a listener that fails harms no others."""
         if isinstance(event, Generated):
             self.set_result(event)
         elif isinstance(event, BaseException):
@@ -173,7 +172,7 @@ class GenerationStats:
     Attributes:
         num_waiting, num_active: number of tasks in the queue and in slots.
         images: number of finished images or videos.
-        tokens, passes: of finished images; passes are those that each took part in. The tokens of a video are its frames.
+        tokens, passes: of finished images; the tokens of a video are its frames.
         alive: whether tasks are accepted.
         ends: times at which the latest images finished.
     """
@@ -188,7 +187,9 @@ class GenerationStats:
 
     def add(self, image: Generated) -> None:
         """Count a finished image or video."""
-        self.images, self.tokens, self.passes = self.images + 1, self.tokens + image.num_tokens, self.passes + image.passes
+        self.images += 1
+        self.tokens += image.num_tokens
+        self.passes += image.passes
         self.ends = (*self.ends[-31:], time.monotonic())
 
     @property
@@ -207,20 +208,14 @@ class GenerationStats:
 class GenerationThread:
     """Generates the tasks of many clients in one thread.
 
-    With methods whose images can join a running batch (see `VisualPipeline.joins_running_batch`), each slot takes the next task
-    as soon as its image has finished or was cancelled. Otherwise, as for next-scale models, tasks are generated in batches of
-    equal options by arrival. Videos are generated block by block in turn. An image is the same whatever is beside it.
-    All methods can be called from any thread.
+    An image is the same whatever is beside it. All methods can be called from any thread.
 
     Args:
-        pipe: a pipeline on its device, which nothing else may use meanwhile; or a schedule, with its own slots.
+        pipe: a pipeline on its device, which nothing else may use meanwhile; or a schedule.
         accelerator: see the call of the pipeline. None: the pipeline's default.
         slots: maximum number of images at a time.
         max_waiting: maximum number of tasks in the queue, beside those in slots.
-        guidance_scale: of images that have none of their own; not for video. None: the checkpoint's default.
-
-    Raises:
-        ValueError, TypeError: for invalid arguments, or a method that cannot run on the pipeline.
+        guidance_scale: of images without one of their own. None: the checkpoint's default.
     """
 
     def __init__(
@@ -268,10 +263,7 @@ class GenerationThread:
         return handles
 
     def close(self, drain: bool = True, timeout: float | None = None) -> None:
-        """Accept no more tasks, and end the thread: after the accepted tasks or, without `drain`, within one pass.
-
-        `timeout` is the number of seconds to wait for it.
-        """
+        """Accept no more tasks, and end the thread after the accepted ones or, without `drain`, within one pass."""
         with self._changed:
             self._closing, self._draining = True, self._draining and drain
             self._changed.notify()
@@ -281,8 +273,12 @@ class GenerationThread:
     def stats(self) -> GenerationStats:
         """Counts so far."""
         with self._changed:
-            alive, waiting = self._thread.is_alive() and not self._closing, sum(not each.done() for each in self._waiting)
-            return replace(self._stats, num_waiting=waiting, num_active=self._schedule.num_active, alive=alive)
+            return replace(
+                self._stats,
+                num_waiting=sum(not handle.done() for handle in self._waiting),
+                num_active=self._schedule.num_active,
+                alive=self._thread.is_alive() and not self._closing,
+            )
 
     @torch.no_grad()
     def _run(self) -> None:
@@ -301,7 +297,7 @@ class GenerationThread:
                         with self._changed:
                             self._stats.add(end)
                     handle.send(end)
-            except Exception as error:  # of the whole batch: its images fail, and the next ones start in a new one
+            except Exception as error:  # all of its images fail
                 logger.exception("a pass failed")
                 for handle in self._schedule.reset():
                     handle.send(error)
@@ -313,12 +309,6 @@ class GenerationThread:
 
 class TaskSchedule(ABC):
     """Runs tasks in slots, for the thread that generates. Only `num_active` is read by other threads.
-
-    Args:
-        pipe: a pipeline on its device.
-        method: resolved.
-        slots: maximum number of tasks at a time.
-        guidance_scale: of tasks without one of their own.
 
     Attributes:
         starting: tasks that the next step starts, or that wait for a place in what runs.
@@ -366,9 +356,9 @@ class TaskSchedule(ABC):
         return stopped
 
     def options(self, handles: Sequence[TaskHandle]) -> dict[str, Any]:
-        """Return what to generate as a call of the pipeline takes it, and the guidance scale of the first image."""
-        name, scale = "class_labels" if self.pipe.is_class_conditional else "prompt", handles[0].task.guidance_scale
-        subjects = [handle.task.subject for handle in handles]
+        """Return prompts or classes, and the guidance scale of the first one, as a call of the pipeline takes them."""
+        name = "class_labels" if self.pipe.is_class_conditional else "prompt"
+        subjects, scale = [handle.task.subject for handle in handles], handles[0].task.guidance_scale
         return {name: subjects, "guidance_scale": self.guidance_scale if scale is None else scale}
 
     def send_partial(self, handle: TaskHandle, tokens: torch.Tensor, count: int) -> None:
@@ -379,7 +369,7 @@ class TaskSchedule(ABC):
             handle.num_sent += 1
 
     def finish(self, seed: int, tokens: torch.Tensor, passes: int, image: Any = None, **stats: Any) -> Generated:
-        """Return a finished image; its tokens `[1, N]` are decoded alone, as if it had been generated alone."""
+        """Return a finished image. Its tokens `[1, N]` are decoded alone, for the same bits."""
         image = self.pipe.decode_tokens(tokens)[0] if image is None else image
         return Generated(seed, passes, self.pipe.num_tokens, image, tokens[0].cpu(), **stats)
 
@@ -387,8 +377,8 @@ class TaskSchedule(ABC):
 class JoiningSchedule(TaskSchedule):
     """Runs next-token images in an `Engine`: each slot takes the next task as soon as it is free.
 
-    A task that cannot join, because its prompt is longer than there is room for, or because only it or only the others are
-    guided, waits with those after it until the engine is empty, and then gets a new one.
+    A task whose prompt is too long for the engine, or that differs in having guidance, waits until the engine is empty, and
+    then gets a new one.
     """
 
     _engine: Engine | None = None
@@ -416,7 +406,7 @@ class JoiningSchedule(TaskSchedule):
         return super().reset()
 
     def _start(self) -> bool:
-        """Submit the first task, and those after it that differ in their seeds alone, by one prefill; False if it waits."""
+        """Submit the first task, and those after it of other seeds, by one prefill; False if it waits."""
         first = self.starting[0].task
         together = list(takewhile(lambda each: replace(each.task, seed=first.seed) == first, self.starting))
         try:
@@ -446,10 +436,7 @@ class JoiningSchedule(TaskSchedule):
 
 
 class BatchSchedule(TaskSchedule):
-    """Runs images in batches by arrival, for models whose images cannot join a running batch.
-
-    A batch has equal options, and ends early if all of its tasks are cancelled. If it fails, its images are generated alone.
-    """
+    """Runs images of equal options in batches by arrival. Those of a batch that fails are generated one by one."""
 
     needs_equal_options = True
 
@@ -503,7 +490,7 @@ class BatchSchedule(TaskSchedule):
 
 
 class VideoSchedule(TaskSchedule):
-    """Runs videos in turn: each step generates the next block of each. A cancelled one ends within one pass."""
+    """Runs videos in turn: each step generates the next block of each."""
 
     def step(self) -> Iterator[End]:
         while self.starting:
@@ -518,18 +505,15 @@ class VideoSchedule(TaskSchedule):
                 handle.send(Begun())
             self.starting.popleft()
         for stream, handle in list(self.running.items()):
-            end: Generated | BaseException
             try:
                 block = next(stream, None)
-                end = Generated(handle.task.seed, sum(stream.stats.passes.values()), handle.num_sent)
+                end: Generated | BaseException = Generated(handle.task.seed, sum(stream.stats.passes.values()), handle.num_sent)
             except Exception as error:
                 block, end = None, error
-            if handle.stopped:
-                block, end = None, CancelledError()
-            if block is None:
+            if block is None or handle.stopped:
                 del self.running[stream]
                 stream.close()
-                yield handle, end
+                yield handle, CancelledError() if handle.stopped else end
                 continue
             frames = block.frames.mul(255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
             frames = frames[: None if handle.task.num_frames is None else handle.task.num_frames - handle.num_sent]

@@ -1,4 +1,4 @@
-"""`POST /v1/images/generations` and `/v1/images/edits`: images at once, or as server-sent events while they are generated."""
+"""`POST /v1/images/generations` and `/v1/images/edits`, at once or as server-sent events."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ SEND_SECONDS = 10.0  # a stream may take longer than a request, so that a client
 
 
 class ImageBody(Body):
-    """Body of a request for images. Fields of OpenAI without a meaning here are taken and have no effect; `seed` and those of
-    sampling are additions."""
+    """Body of a request for images; fields of OpenAI without a meaning here have no effect."""
 
     n: Annotated[int, Field(ge=1)] | None = None
     background: Literal["auto", "opaque"] | None = None
     response_format: Literal["b64_json", "url"] | None = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
     stream: bool | None = None
-    partial_images: Annotated[int, Field(ge=0, le=16)] | None = None  # OpenAI's clients ask for at most 3
+    partial_images: Annotated[int, Field(ge=0, le=16)] | None = None
     guidance_scale: Annotated[float, Field(ge=0, le=1000)] | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
@@ -46,7 +45,7 @@ class ImageBody(Body):
 
 
 class EditBody(ImageBody, strict=False):
-    """Form of a request to inpaint: the transparent area of `mask`, or of the image itself, is generated."""
+    """Form of a request to inpaint the transparent area of `mask`, or of the image itself."""
 
     image: UploadFile
     mask: UploadFile | None = None
@@ -102,12 +101,8 @@ def add_image_routes(app: FastAPI, card: ModelCard, generation: GenerationThread
 
 
 def make_tasks(body: ImageBody, card: ModelCard, limits: RequestLimits, edit: Mapping[str, Image.Image]) -> list[ImageTask]:
-    """Return the tasks of a request, one per image, with consecutive seeds.
-
-    Raises:
-        APIError: for an invalid field, with its name, its value and what is allowed.
-    """
-    count, values = body.n or 1, dict(card.defaults)
+    """Return the tasks of a request, one per image, with consecutive seeds."""
+    count = body.n or 1
     if count > limits.images:
         raise refuse("n", f"must be at most {limits.images}, got {short_repr(count)}")
     seed = body.check(card, count)
@@ -116,11 +111,10 @@ def make_tasks(body: ImageBody, card: ModelCard, limits: RequestLimits, edit: Ma
         raise refuse("response_format", "must be 'b64_json' with stream")
     if body.partial_images and not body.stream:
         raise refuse("partial_images", "needs stream: true")
-    for name in values:
-        if (value := getattr(body, name)) is not None:
-            values[name] = value
-    if (values["top_k"] or 0) > card.vocab_size:
-        raise refuse("top_k", f"must be at most {card.vocab_size}, the number of tokens, got {short_repr(values['top_k'])}")
+    if (body.top_k or 0) > card.vocab_size:
+        raise refuse("top_k", f"must be at most {card.vocab_size}, the number of tokens, got {short_repr(body.top_k)}")
+    given = body.model_dump(include={"temperature", "top_k", "top_p"}, exclude_none=True)
+    values = {**card.defaults, **given}
     sampling, partial = Sampling(**values), body.partial_images or 0
     return [ImageTask(subject, seed + k, sampling, partial, body.guidance_scale, edit) for k in range(count)]
 
@@ -154,7 +148,8 @@ async def _stream(job: Job, about: dict[str, Any]) -> AsyncGenerator[bytes, None
                 name, place = "image_generation.completed", {}
                 if isinstance(event, PartialImage):
                     name, place = "image_generation.partial_image", {"partial_image_index": event.index}
-                content = base64.b64encode(await asyncio.to_thread(encode_image, event.image, about["output_format"])).decode()
+                file = await asyncio.to_thread(encode_image, event.image, about["output_format"])
+                content = base64.b64encode(file).decode()
                 place |= {"image_index": number, "seed": job.handles[number].task.seed}
                 yield format_event(name, {"type": name, "b64_json": content, **about, **place})
     except Exception as error:
@@ -167,7 +162,7 @@ def format_event(name: str, data: dict[str, Any]) -> bytes:
 
 
 def encode_image(image: Image.Image, kind: str) -> bytes:
-    """Encode an image as a file. Parts that are not generated yet are transparent or, in JPEG, white."""
+    """Encode an image; parts that are not generated yet are transparent or, in JPEG, white."""
     file = io.BytesIO()
     if kind == "jpeg":
         on_white(image).save(file, "JPEG", quality=95)

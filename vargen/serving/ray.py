@@ -1,7 +1,7 @@
 """Replicas of a `GenerationThread` on Ray Serve: the same service on several GPUs or machines.
 
-The HTTP server and the bounded queue stay in this process. Ray Serve gives a task to a replica with a free slot, and replaces
-replicas that end. Tasks of theirs that had not begun go to another one; clients of those that had begun get an error.
+The HTTP server and the bounded queue stay in this process. If a replica ends, Ray Serve starts another one; its tasks that
+had not begun are sent again, and clients of those that had begun get an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vargen.serving.server import warm_up
 
 _POLL_SECONDS = 0.02  # between looks at new and cancelled tasks
 _APPLICATION = "vargen"
-_SETTINGS = {**SETTINGS, "RAY_worker_niceness": "0"}  # replicas have the priority of other processes, not the lowest
+_SETTINGS = {**SETTINGS, "RAY_worker_niceness": "0"}  # not the lowest priority
 
 
 class Replica:
@@ -47,7 +47,7 @@ class Replica:
         return self._card
 
     def check_health(self) -> None:
-        """Raise RuntimeError if nothing is generated any more; Ray Serve then replaces this replica."""
+        """Raise RuntimeError if nothing is generated any more, for Ray Serve."""
         if not self._generation.stats.alive:
             raise RuntimeError("the thread that generates has ended")
 
@@ -67,21 +67,7 @@ class Replica:
 
 
 class ReplicaSchedule(TaskSchedule):
-    """Sends each task to a replica; a thread for each waits for its events.
-
-    Uses the cluster of RAY_ADDRESS, else one on this machine that ends with this process.
-
-    Args:
-        replicas: their number, at least 1.
-        name, load, run, threads: of each replica; see there.
-
-    Attributes:
-        card: description of the model.
-
-    Raises:
-        ImportError: if Ray is not installed.
-        RuntimeError: if no replica can be started.
-    """
+    """Sends each task to a replica; a thread for each waits for its events. `card` describes the model."""
 
     def __init__(self, replicas: int, name: str, load: Mapping[str, Any], run: Mapping[str, Any], threads: int = 1):
         if installed_version("ray") is None:
@@ -129,7 +115,7 @@ class ReplicaSchedule(TaskSchedule):
 
 
 def _deploy(replicas: int, name: str, load: Mapping[str, Any], run: Mapping[str, Any], threads: int) -> Any:
-    """Join the cluster of RAY_ADDRESS, or start one on this machine; returns the handle of replicas that it starts there."""
+    """Start replicas in the cluster of RAY_ADDRESS, else of this process; returns their handle."""
     for variable, value in _SETTINGS.items():
         os.environ.setdefault(variable, value)
     from ray import serve

@@ -1,4 +1,4 @@
-"""The server: its socket, the model with a first image that allocates all memory, and connections that are bounded.
+"""The server: its socket, a first image that allocates all memory, and connections that are bounded.
 
 Headers have a bounded size and time, and connections a bounded number, also of one address. This is uvicorn's protocol on h11,
 which is chosen whatever else is installed: that on httptools buffers an endless header.
@@ -46,30 +46,21 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def warm_up(pipe: VisualPipeline, generation: GenerationThread, name: str) -> ModelCard:
-    """Return the description of a model, after a first image: memory is allocated and widths are measured before clients come.
-
-    Raises:
-        Exception: as the generation of an image, if the model does not work.
-    """
+    """Return the description of a model, after a first image, which allocates memory and measures widths."""
     if isinstance(pipe, CausalVideoPipeline):
         geometry = pipe.transformer.geometry
         first, others = (geometry.pixel_frames(start, geometry.block_frames) for start in (0, geometry.block_frames))
-        width, height = geometry.pixel_size[::-1]
-        blocks = int(pipe.setting("num_blocks"))
-        return ModelCard(
-            name, (width, height), f"{width}x{height}", fps=pipe.fps, block_frames=(first, others), num_blocks=blocks
-        )  # fmt: skip
+        size, blocks = geometry.pixel_size[::-1], int(pipe.setting("num_blocks"))
+        return ModelCard(name, size, fps=pipe.fps, block_frames=(first, others), num_blocks=blocks)
     subject = 0 if pipe.is_class_conditional else "a red apple"
     [handle] = generation.submit([ImageTask(subject, 0, Sampling())])
-    width, height = handle.result().image.size
     return ModelCard(
         name=name,
-        size=(width, height),
-        size_name=f"{width}x{height}",
+        size=handle.result().image.size,
         vocab_size=pipe.vocab_size,
         num_classes=pipe.num_classes,
         class_names={each.strip().lower(): number for number, names in pipe.class_names.items() for each in names.split(",")},
-        defaults={option: pipe.default_sampling[option] for option in ("temperature", "top_k", "top_p")},
+        defaults={name: value for name, value in pipe.default_sampling.items() if name != "guidance_scale"},
         edits_images=pipe.image_size is not None,
     )
 
@@ -91,14 +82,7 @@ def configure_server(app: FastAPI, limits: RequestLimits, log_level: str = "warn
 
 
 def run_server(app: FastAPI, listener: socket.socket, limits: RequestLimits, greeting: str) -> None:
-    """Serve until SIGINT or SIGTERM, and then finish the requests that were accepted. A second signal ends them.
-
-    Args:
-        app: see `build_app`.
-        listener: a listening socket, which is closed at the end.
-        limits: whose seconds limit the shutdown, too.
-        greeting: printed when clients can connect and signals are heard.
-    """
+    """Print the greeting and serve until SIGINT or SIGTERM; finish what was accepted, unless there is a second signal."""
     server = uvicorn.Server(configure_server(app, limits))
 
     def stop(*_: object) -> None:
@@ -116,11 +100,7 @@ def run_server(app: FastAPI, listener: socket.socket, limits: RequestLimits, gre
 
 
 class LimitedProtocol(H11Protocol):
-    """A connection that is closed if its header is too large or too slow, or if there are too many.
-
-    Args:
-        limits: of connections. options: of uvicorn.
-    """
+    """A connection that is closed if its header is too large or too slow, or if there are too many."""
 
     def __init__(self, limits: RequestLimits, **options: Any):
         super().__init__(**options)
@@ -129,8 +109,12 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if (refusal := self._find_refusal()) is not None:
-            self._refuse(APIError(503, refusal, "overloaded", headers={"Retry-After": "1"}))
+        clients = [client[0] for each in self.connections if (client := getattr(each, "client", None))]
+        is_full = self.client is not None and clients.count(self.client[0]) > self.limits.connections_per_address
+        if is_full or len(self.connections) > 2 * self.limits.connections:
+            place = " from your address" if is_full else ""
+            message = f"Too many connections{place} at a time."
+            self._refuse(APIError(503, message, "overloaded", headers={"Retry-After": "1"}))
         else:
             self._time_header()
 
@@ -145,22 +129,11 @@ class LimitedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         hint = getattr(sys.exception(), "error_status_hint", 400)  # called where h11's error is handled
-        if hint == 431:
-            self._refuse(APIError(431, "The header of the request is too large.", "header_too_large"))
-        else:
-            self._refuse(APIError(400, "This is no valid HTTP request.", "invalid_http"))
-
-    def _find_refusal(self) -> str | None:
-        """Return why this connection is refused; None if it is not."""
-        clients = [client[0] for each in self.connections if (client := getattr(each, "client", None))]
-        if len(self.connections) > 2 * self.limits.connections:
-            return "Too many connections at a time."
-        if self.client and clients.count(self.client[0]) > self.limits.connections_per_address:
-            return "Too many connections from your address at a time."
-        return None
+        message, code = ("The header is too large.", "header_too_large") if hint == 431 else (msg, "invalid_http")
+        self._refuse(APIError(431 if hint == 431 else 400, message, code))
 
     def _time_header(self) -> None:
-        """Start the clock where a header is awaited, and stop it where one is complete. Pieces of one do not restart it."""
+        """Start the clock where a header is awaited, and stop it where it is complete."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             self._stop_timer()
         elif self._header_timer is None:

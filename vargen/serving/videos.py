@@ -32,7 +32,7 @@ _MAX_JOBS = 256  # finished ones that are kept
 
 
 class VideoBody(Body, strict=False):
-    """Body of `POST /v1/videos`, as JSON or as a form, whose numbers are text. `num_blocks` and `seed` are additions."""
+    """Body of `POST /v1/videos`, as JSON or as a form, whose numbers are text."""
 
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     num_blocks: Annotated[int, Field(ge=1)] | None = None
@@ -67,7 +67,7 @@ class VideoJob:
         self.running = asyncio.create_task(self._generate(card))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yield the chunks of the MP4, also those that are not generated yet; it ends early if the job fails."""
+        """Yield the chunks of the MP4 as they come; it ends early if the job fails."""
         sent = 0
         while sent < len(self.chunks) or not self.is_done:
             if sent == len(self.chunks):
@@ -160,11 +160,7 @@ async def _read_body(request: Request) -> VideoBody:
 
 
 def make_task(body: VideoBody, card: ModelCard, limits: RequestLimits) -> VideoTask:
-    """Return the task of a request.
-
-    Raises:
-        APIError: for an invalid field, with its name, its value and what is allowed.
-    """
+    """Return the task of a request."""
     seed, longest = body.check(card), count_frames(limits.blocks, card)
     if body.seconds is None:
         blocks = body.num_blocks or min(card.num_blocks, limits.blocks)
