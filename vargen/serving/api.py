@@ -26,14 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vargen import __version__
 from vargen.pipelines import validation
-from vargen.serving.engine import (
-    Generated,
-    GenerationThread,
-    QueueFullError,
-    ServiceClosedError,
-    TaskHandle,
-    TaskLostError,
-)
+from vargen.serving.engine import Generated, GenerationThread, QueueFullError, ServiceClosedError, TaskHandle, TaskLostError
 from vargen.values import MAX_SEED, short_repr
 
 logger = logging.getLogger("vargen")
@@ -149,8 +142,8 @@ def to_api_error(error: BaseException) -> APIError:
     if isinstance(error, RequestValidationError | ValidationError):
         return _describe_invalid_body(error.errors()[0])
     if isinstance(error, QueueFullError):
-        headers = {"Retry-After": str(error.retry_after)}
-        return APIError(429, "Too many images wait. Try again later.", "rate_limit_exceeded", headers=headers)
+        wait = {"Retry-After": str(error.retry_after)}
+        return APIError(429, "Too many images wait. Try again later.", "rate_limit_exceeded", headers=wait)
     if type(error) in _KNOWN:
         return APIError(*_KNOWN[type(error)])
     logger.error("a request failed: %s: %s", type(error).__name__, error)

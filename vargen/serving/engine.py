@@ -170,7 +170,6 @@ class GenerationStats:
     """Counts of a `GenerationThread`.
 
     Attributes:
-        num_waiting, num_active: number of tasks in the queue and in slots.
         images: number of finished images or videos.
         tokens, passes: of finished images; the tokens of a video are its frames.
         alive: whether tasks are accepted.
@@ -215,7 +214,7 @@ class GenerationThread:
         accelerator: see the call of the pipeline. None: the pipeline's default.
         slots: maximum number of images at a time.
         max_waiting: maximum number of tasks in the queue, beside those in slots.
-        guidance_scale: of images without one of their own. None: the checkpoint's default.
+        guidance_scale: of images without one of their own. None: the model's default.
     """
 
     def __init__(

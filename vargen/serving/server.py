@@ -36,8 +36,8 @@ def open_socket(host: str, port: int) -> socket.socket:
         ValueError: for a host that does not exist.
         OSError: if the address cannot be used.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
     except socket.gaierror as error:
         raise ValueError(f"host must be a name or an address of this machine, got {host!r}") from error
