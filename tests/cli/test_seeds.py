@@ -15,8 +15,7 @@ from vargen.decoding import PRESETS, Sampling
 from vargen.evaluation.compare import compare_methods
 from vargen.evaluation.generation import GenerationPlan, generate_missing_images
 from vargen.evaluation.video import compare_video_methods
-from vargen.serving.engine import GenerationThread
-from vargen.serving.tasks import ImageTask, VideoFrames, VideoTask
+from vargen.serving.engine import GenerationThread, ImageTask, VideoTask
 
 PROMPTS, FIRST = ["a red apple", "a dog"], 7
 
@@ -98,8 +97,8 @@ def test_a_seed_is_one_video_at_every_door(video_model: Path) -> None:
     with GenerationThread(pipe, "target", slots=2) as generation:
 
         def listen(handle: Any, event: Any) -> None:
-            if isinstance(event, VideoFrames):
-                served[handle.task.seed - FIRST].append(event.frames)
+            if isinstance(event, np.ndarray):
+                served[handle.task.seed - FIRST].append(event)
 
         handles = generation.submit([VideoTask(PROMPTS[k], FIRST + k, 2) for k in (0, 1)], listen)
         assert all(handle.result(60).seed == FIRST + k for k, handle in enumerate(handles))

@@ -12,8 +12,7 @@ import pytest
 from fastapi import FastAPI
 from served import serving
 
-from vargen.serving.errors import add_error_handlers
-from vargen.serving.model_card import RequestLimits
+from vargen.serving.api import RequestLimits, add_error_handlers
 
 SECONDS = 0.5
 

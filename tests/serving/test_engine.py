@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
@@ -16,13 +17,7 @@ from waiting import wait_until
 
 from vargen import accelerate
 from vargen.decoding import NonFiniteLogitsError, Sampling
-from vargen.serving.engine import GenerationThread
-from vargen.serving.tasks import (
-    ImageTask,
-    QueueFullError,
-    ServiceClosedError,
-    TaskCancelledError,
-)
+from vargen.serving.engine import GenerationThread, ImageTask, QueueFullError, ServiceClosedError
 
 
 def pixels(image: Any) -> bytes:
@@ -75,13 +70,13 @@ def test_a_cancelled_task_leaves_its_slot_before_the_next_pass(text_pipe: Any, g
         first, waiting, last = generation.submit([image_task(number) for number in range(3)])
         gate.wait_for_pass(before + 1)
         waiting.cancel()
-        assert waiting.ended and generation.stats.num_waiting == 1  # it leaves the queue at once
+        assert waiting.done() and generation.stats.num_waiting == 1  # it leaves the queue at once
         first.cancel()
         gate.open()
         result = last.result(30)
         assert gate.passes == before + 1 + text_pipe.num_tokens  # the prefill that ran, and those of the last image
     for handle in (first, waiting):
-        with pytest.raises(TaskCancelledError):
+        with pytest.raises(CancelledError):
             handle.result(0)
     assert pixels(result.image) == pixels(generate_alone(text_pipe, image_task(2)))
 
@@ -192,7 +187,7 @@ def test_closing_finishes_or_cancels_what_was_accepted(text_pipe: Any, gate: Gat
     assert not generation.stats.alive
     gate.open()
     generation.close(timeout=30)
-    wait_until(lambda: all(handle.ended for handle in handles))
+    wait_until(lambda: all(handle.done() for handle in handles))
     for handle in handles:
         if drain:
             assert handle.result(0).image

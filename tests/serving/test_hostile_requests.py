@@ -17,10 +17,9 @@ from served import serving
 from waiting import wait_until
 
 from vargen import open_pipeline
-from vargen.serving.api import build_app
+from vargen.serving.api import RequestLimits, build_app
 from vargen.serving.engine import GenerationThread
 from vargen.serving.images import EditBody, ImageBody
-from vargen.serving.model_card import RequestLimits
 from vargen.serving.server import warm_up
 from vargen.serving.videos import VideoBody
 

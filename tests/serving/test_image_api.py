@@ -21,11 +21,9 @@ from served import Gate, generate_alone, serving
 from waiting import wait_until
 
 from vargen.decoding import Sampling
-from vargen.serving.api import build_app
-from vargen.serving.engine import GenerationThread
-from vargen.serving.model_card import ModelCard, RequestLimits
+from vargen.serving.api import ModelCard, RequestLimits, build_app
+from vargen.serving.engine import GenerationThread, ImageTask
 from vargen.serving.server import warm_up
-from vargen.serving.tasks import ImageTask
 
 KEY = "secret-key"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
@@ -16,11 +17,11 @@ pytest.importorskip("ray")
 from ray.exceptions import RayActorError
 
 from vargen.serving import ray as ray_replicas
-from vargen.serving.ray import RayReplicas, Replica, ReplicaOptions
-from vargen.serving.tasks import Begun, GeneratedImage, QueueFullError, TaskCancelledError, TaskFailed, TaskLostError
+from vargen.serving.engine import Begun, Generated, GenerationThread, QueueFullError, TaskLostError
+from vargen.serving.ray import Replica, ReplicaSchedule
 
-OPTIONS = ReplicaOptions("tiny", "tiny", "cpu", "float32", None, "gumbel", None, 1, None)
-IMAGE = GeneratedImage(Image.new("RGB", (2, 2)), 7, 4, 16, torch.zeros(16, dtype=torch.int64))
+OPTIONS: Any = ("tiny", {"name": "tiny", "device": "cpu"}, {"accelerator": "gumbel", "slots": 1})
+IMAGE = Generated(7, 4, 16, Image.new("RGB", (2, 2)), torch.zeros(16, dtype=torch.int64))
 
 
 class FakeHandle:
@@ -52,14 +53,12 @@ class FakeHandle:
 
 @pytest.fixture
 def open_replicas(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(ray_replicas, "_start_cluster", lambda *_: None)
-
-    def make(*scripts: list[Any], **options: Any) -> RayReplicas:
+    def make(*scripts: list[Any], **options: Any) -> GenerationThread:
         handle = FakeHandle(*scripts)
         described = type("Described", (), {"remote": lambda _: described(), "result": lambda _: "card"})
         handle.describe = described()  # type: ignore[attr-defined]
-        monkeypatch.setattr(RayReplicas, "_deploy", lambda self: handle)
-        return RayReplicas(OPTIONS, **options)
+        monkeypatch.setattr(ray_replicas, "_deploy", lambda *_: handle)
+        return GenerationThread(ReplicaSchedule(1, *OPTIONS), **options)
 
     yield make
 
@@ -67,8 +66,8 @@ def open_replicas(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_a_task_that_had_not_begun_goes_to_another_replica(open_replicas: Any) -> None:
     replicas = open_replicas([RayActorError()], [RayActorError()], [Begun(), IMAGE])
     [handle] = replicas.submit([image_task(0)])
-    assert handle.result(30) is IMAGE and replicas._replicas.calls == 3
-    assert replicas.stats.images == 1 and replicas.card == "card"
+    assert handle.result(30) is IMAGE and replicas._schedule.pipe.calls == 3
+    assert replicas.stats.images == 1 and replicas._schedule.card == "card"
 
 
 def test_a_task_that_had_begun_fails_with_its_replica(open_replicas: Any) -> None:
@@ -76,7 +75,7 @@ def test_a_task_that_had_begun_fails_with_its_replica(open_replicas: Any) -> Non
     [handle] = replicas.submit([image_task(0)])
     with pytest.raises(TaskLostError):
         handle.result(30)
-    assert replicas._replicas.calls == 1
+    assert replicas._schedule.pipe.calls == 1
 
 
 def test_cancelling_ends_the_stream_of_the_replica(open_replicas: Any) -> None:
@@ -84,9 +83,9 @@ def test_cancelling_ends_the_stream_of_the_replica(open_replicas: Any) -> None:
     [handle] = replicas.submit([image_task(0)], lambda _, event: begun.set())
     assert begun.wait(30)
     handle.cancel()
-    with pytest.raises(TaskCancelledError):
+    with pytest.raises(CancelledError):
         handle.result(30)
-    assert replicas._replicas.cancelled.wait(30)
+    assert replicas._schedule.pipe.cancelled.wait(30)
 
 
 def test_the_queue_is_bounded(open_replicas: Any) -> None:
@@ -94,12 +93,12 @@ def test_the_queue_is_bounded(open_replicas: Any) -> None:
     replicas.submit([image_task(number) for number in range(3)])
     with pytest.raises(QueueFullError):
         replicas.submit([image_task(3)])
-    assert replicas.stats.num_waiting == 3
+    assert replicas.stats.num_waiting + replicas.stats.num_active == 3
 
 
 def test_a_replica_yields_the_events_of_a_task(text_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_replicas, "open_served_model", lambda *_: text_pipe)
-    made = Replica(OPTIONS)
+    monkeypatch.setattr(ray_replicas, "open_pipeline", lambda **_: text_pipe)
+    made = Replica(*OPTIONS, threads=1)
     assert made.describe().size == (8, 8)
     made.check_health()
 
@@ -110,7 +109,7 @@ def test_a_replica_yields_the_events_of_a_task(text_pipe: Any, monkeypatch: pyte
     assert isinstance(begun, Begun)
     assert image.image.tobytes() == generate_alone(text_pipe, image_task(0), "gumbel").tobytes()
     failed = asyncio.run(collect(image_task(0, subject=5)))[-1]
-    assert isinstance(failed, TaskFailed) and type(failed.error) is RuntimeError
+    assert type(failed) is RuntimeError
     made._generation.close(drain=False, timeout=30)
     with pytest.raises(RuntimeError, match="ended"):
         made.check_health()

@@ -17,9 +17,8 @@ from served import Gate, serving
 
 from vargen import open_pipeline
 from vargen.mp4 import import_av
-from vargen.serving.api import build_app
+from vargen.serving.api import RequestLimits, build_app
 from vargen.serving.engine import GenerationThread
-from vargen.serving.model_card import RequestLimits
 from vargen.serving.server import warm_up
 
 

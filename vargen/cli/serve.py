@@ -56,43 +56,42 @@ def serve_model(
     for package in _PACKAGES:
         if installed_version(package) is None:
             raise ImportError(f'vargen serve needs {package}: pip install -c constraints.txt -e ".[serve]"')
-    sampling = common.chosen(ctx, common.SAMPLING)
     if engine == "local":
         common.reject(ctx, "needs --engine ray", "replicas")
-    from vargen.serving.api import build_app, read_api_key
-    from vargen.serving.model_card import RequestLimits
+    from vargen.serving.api import RequestLimits, build_app, read_api_key
 
     limits, key = RequestLimits(images=max_images, seconds=timeout), read_api_key(os.environ)
     inspected = common.inspect(ctx, model)
-    from vargen.serving.server import open_served_model, open_socket, run_server, warm_up
+    from vargen.pipelines.loading import open_pipeline
+    from vargen.serving.engine import GenerationThread
+    from vargen.serving.server import open_socket, run_server, warm_up
 
     if accelerator is not None:
         inspected.validate_method(accelerator)
     machine = common.loading(ctx, inspected.folder)
     listener = open_socket(host, port)  # before weights are loaded
     title, slots = name or common.title_of(model), slots or (4 if inspected.fps is None else 1)
-    weights = str(machine["torch_dtype"]).removeprefix("torch.")
-    loaded = (str(inspected.folder), str(machine["device"]), weights, quantization)
-    generator: Any
+    load = {"name": str(inspected.folder), **machine}
+    run: dict[str, Any] = {"accelerator": accelerator, "guidance_scale": guidance_scale, "slots": slots}
     if engine == "ray":
-        from vargen.serving.ray import RayReplicas, ReplicaOptions
+        from vargen.serving.ray import ReplicaSchedule, close_replicas
 
-        options = ReplicaOptions(loaded[0], title, *loaded[1:], accelerator, guidance_scale, slots, threads)
-        generator = RayReplicas(options, replicas or 1, max_waiting)
+        schedule = ReplicaSchedule(replicas or 1, title, load, run, threads or 1)
+        generation = GenerationThread(schedule, max_waiting=max_waiting)
     else:
-        from vargen.serving.engine import GenerationThread
-
-        pipe = open_served_model(*loaded)
-        generator = GenerationThread(pipe, accelerator, slots=slots, max_waiting=max_waiting, **sampling)
+        pipe = open_pipeline(**load)
+        generation = GenerationThread(pipe, max_waiting=max_waiting, **run)
     try:
-        card = generator.card if engine == "ray" else warm_up(pipe, generator, title)
-        app = build_app(card, generator, limits, key, allow_origin or ())
+        card = schedule.card if engine == "ray" else warm_up(pipe, generation, title)
+        app = build_app(card, generation, limits, key, allow_origin or ())
         if not _is_local(host) and key is None:
             print_status("Everyone who can reach this machine can use the service: VARGEN_API_KEY is not set.")
         address = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}/v1"
-        run_server(app, listener, limits, lambda: print(f"vargen serves {title} at {address}  (Ctrl-C ends it)", flush=True))
+        run_server(app, listener, limits, f"vargen serves {title} at {address}  (Ctrl-C ends it)")
     finally:
-        generator.close(drain=False, timeout=30)
+        generation.close(drain=False, timeout=30)
+        if engine == "ray":
+            close_replicas()
 
 
 def _is_local(host: str) -> bool:

@@ -1,38 +1,281 @@
-"""The HTTP interface of one model, as OpenAI's: the application, who may use it, and what it reports about itself."""
+"""The HTTP interface of one model, as OpenAI's. Nothing about the machine leaves it: details go to the log."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI
-from fastapi.responses import JSONResponse, Response
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from pydantic import BaseModel, Field, ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vargen import __version__
-from vargen.serving.engine import Generator
-from vargen.serving.errors import APIError, add_error_handlers
-from vargen.serving.images import add_image_routes
-from vargen.serving.model_card import ModelCard, RequestLimits
-from vargen.serving.videos import add_video_routes
-from vargen.values import short_repr
+from vargen.pipelines import validation
+from vargen.serving.engine import Generated, GenerationThread, QueueFullError, ServiceClosedError, TaskHandle, TaskLostError
+from vargen.values import MAX_SEED, short_repr
+
+logger = logging.getLogger("vargen")
 
 KEY_VARIABLE = "VARGEN_API_KEY"
+KEPT_BYTES = 64 * 2**20  # of images with an address, or of videos, in memory
+_BODY_BYTES, _UPLOAD_BYTES = 64 * 1024, 8 * 2**20  # of a body without and with images
 _CLOSE = {"Connection": "close"}  # because the body is not read, or not to its end
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_PHRASES = {
+    404: ("There is no such endpoint.", "not_found"),
+    405: ("This endpoint does not take this method.", None),
+    408: ("The body did not arrive in time.", "timeout"),
+    413: ("The body is too large.", "request_too_large"),
+}
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limits of one request; a larger one is refused before anything is generated.
+
+    Attributes:
+        images: number of images `n`.
+        seconds: from the first byte of the body to the last one of the answer.
+        blocks: length of a video in blocks.
+        connections: number of requests at a time; twice as many connections may be open.
+        connections_per_address: of one client, or of a proxy.
+        header_seconds: until the header of a request is complete.
+    """
+
+    images: int = 10
+    seconds: float = 120.0
+    blocks: int = 64
+    connections: int = 512
+    connections_per_address: int = 256
+    header_seconds: float = 10.0
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What the interface knows of a model, without its networks.
+
+    Attributes:
+        name: by which clients name it.
+        size: width and height of its images in pixels.
+        vocab_size: of its tokens; 0 for video.
+        num_classes: 0 for models that read prompts.
+        class_names: number of each class by its names, in lower case.
+        defaults: temperature, top-k and top-p by name.
+        edits_images: whether it inpaints.
+        fps: frames per second; 0 for images.
+        block_frames: of the first block of a video, and of the others.
+        num_blocks: of a video by default.
+    """
+
+    name: str
+    size: tuple[int, int]
+    vocab_size: int = 0
+    num_classes: int = 0
+    class_names: Mapping[str, int] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    edits_images: bool = False
+    fps: int = 0
+    block_frames: tuple[int, int] = (0, 0)
+    num_blocks: int = 0
+
+    @property
+    def size_name(self) -> str:
+        """The size as OpenAI's clients write it."""
+        return f"{self.size[0]}x{self.size[1]}"
+
+
+class APIError(HTTPException):
+    """An error that a client sees; `code` is its name, and `param` the field that caused it."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None, headers: Any = None):
+        super().__init__(status, message, headers)
+        self.code, self.param = code, param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as OpenAI's clients read it."""
+        kind = "invalid_request_error" if self.status_code < 500 else "server_error"
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status_code, kind)
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection."""
+
+
+_KNOWN: dict[type[BaseException], tuple[Any, ...]] = {
+    ServiceClosedError: (503, "The server is shutting down.", "shutting_down", None, {"Retry-After": "5"}),
+    TimeoutError: (504, "The request took too long, and was cancelled.", "timeout"),
+    TaskLostError: (503, "The process that generated the image ended. Try again.", "replica_lost"),
+    ClientGoneError: (499, "The client closed the connection."),  # which nobody reads
+}
+
+
+def refuse(param: str, message: str, code: str = "invalid_value") -> APIError:
+    """Return the error for an invalid field; the message begins with the name of the field."""
+    return APIError(400, f"{param} {message}.", code, param)
+
+
+def to_api_error(error: BaseException) -> APIError:
+    """Return what a client is told about an exception of a task or of the server."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, HTTPException):
+        message, code = _PHRASES.get(error.status_code, ("The request is malformed.", None))
+        return APIError(error.status_code, message, code, headers=error.headers)
+    if isinstance(error, RequestValidationError | ValidationError):
+        return _describe_invalid_body(error.errors()[0])
+    if isinstance(error, QueueFullError):
+        wait = {"Retry-After": str(error.retry_after)}
+        return APIError(429, "Too many images wait. Try again later.", "rate_limit_exceeded", headers=wait)
+    if type(error) in _KNOWN:
+        return APIError(*_KNOWN[type(error)])
+    logger.error("a request failed: %s: %s", type(error).__name__, error)
+    return APIError(500, "The generation failed; the server's log has the reason.", "generation_failed")
+
+
+def _describe_invalid_body(found: Mapping[str, Any]) -> APIError:
+    """Return the error for a field that is not as its model says."""
+    place = [
+        ascii(part)[1:-1] if isinstance(part, str) else str(part) for part in found["loc"] if part not in ("body", "query")
+    ]
+    if found["type"] == "json_invalid" or not place:
+        return APIError(400, "The body must be a JSON object in UTF-8.", "invalid_json")
+    name, message = place[0][:80], found["msg"]
+    if found["type"] == "missing":
+        return refuse(name, "is missing", "missing_required_parameter")
+    if found["type"] == "extra_forbidden":
+        return refuse(name, "is no field of this request", "unknown_parameter")
+    return refuse(name, f"is not valid: {message[0].lower()}{message[1:]}, got {short_repr(found.get('input'))}")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer all errors in OpenAI's shape; those that are named here are no errors of the server."""
+
+    async def answer(_: Request, error: Exception) -> JSONResponse:
+        found = to_api_error(error)
+        return JSONResponse(found.body, found.status_code, found.headers)
+
+    for kind in (*_KNOWN, QueueFullError, HTTPException, RequestValidationError, ValidationError, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+class Body(BaseModel, strict=True, extra="forbid"):
+    """What bodies have in common. A field that they do not have is refused by name."""
+
+    prompt: Annotated[str, Field(max_length=4000)]
+    model: str | None = None
+    size: str | None = None
+    seed: int | None = None
+
+    def check(self, card: ModelCard, count: int = 1) -> int:
+        """Return the seed of the first of `count` images; a random one for None and -1.
+
+        Raises:
+            APIError: for another model, another size than that of its images, a seed out of range, or no prompt.
+        """
+        if self.model not in (None, card.name):
+            message = f"The model {short_repr(self.model)} does not exist; this server has {card.name!r}."
+            raise APIError(404, message, "model_not_found", "model")
+        if self.size not in (None, "auto", card.size_name):
+            raise refuse("size", f"must be {card.size_name!r}, the only one of this model, got {short_repr(self.size)}")
+        try:
+            validation.validate_prompts(self.prompt)
+        except ValueError as error:
+            raise refuse("prompt", str(error).replace("prompt[0]", "prompt").removeprefix("prompt ")) from None
+        if self.seed in (None, -1):
+            return secrets.randbelow(2**32)
+        if not 0 <= self.seed <= MAX_SEED - count + 1:
+            allowed = f"from 0 to {MAX_SEED - count + 1}, or -1 for a random one"
+            raise refuse("seed", f"must be {allowed}, got {short_repr(self.seed)}")
+        return self.seed
+
+
+class Job:
+    """The tasks of a request, as an iterator over their events, `(number of the task, event)`, until all have ended.
+
+    It raises TimeoutError, and ClientGoneError if `receive` tells that the client went away.
+    """
+
+    def __init__(self, generation: GenerationThread, tasks: Sequence[Any], seconds: float, receive: Receive | None = None):
+        self._events, loop = asyncio.Queue[tuple[TaskHandle, Any]](), asyncio.get_running_loop()
+        self._deadline = loop.time() + seconds
+        self.handles = generation.submit(tasks, lambda *event: loop.call_soon_threadsafe(self._events.put_nowait, event))
+        self._watcher = None if receive is None else asyncio.create_task(self._watch(receive))
+
+    async def __aiter__(self) -> AsyncGenerator[tuple[int, Any], None]:
+        """Yield events; raises the error of the first task that fails, and cancels the others."""
+        left = len(self.handles)
+        try:
+            while left:
+                async with asyncio.timeout_at(self._deadline):
+                    handle, event = await self._events.get()
+                if isinstance(event, BaseException):
+                    raise event
+                left -= isinstance(event, Generated)
+                yield self.handles.index(handle), event
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Cancel what has not ended."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        for handle in self.handles:
+            handle.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._events.put_nowait((self.handles[0], ClientGoneError()))
+        self.cancel()
+
+
+class StreamedBody(StreamingResponse):
+    """A body that is sent while it is made. After `seconds`, the connection is closed, also if nobody reads."""
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None], media_type: str, seconds: float):
+        super().__init__(chunks, media_type=media_type, headers={"Cache-Control": "no-store"})
+        self.seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(TimeoutError, OSError, HTTPException):
+            async with asyncio.timeout(self.seconds):
+                await super().__call__(scope, receive, send)
+
+
+def keep(files: dict[str, _T], file: _T, size_of: Callable[[_T], int]) -> str:
+    """Keep a file in memory by an unguessable name, which is returned, and drop the oldest ones beyond `KEPT_BYTES`.
+
+    `size_of` returns the bytes of a file; 0 for one that is not finished, and stays.
+    """
+    name, left = secrets.token_urlsafe(24), KEPT_BYTES
+    files[name] = file
+    for key in reversed(list(files)):
+        size = size_of(files[key])
+        left -= size
+        if left < 0 and size and key != name:
+            del files[key]
+    return name
 
 
 def read_api_key(environment: Mapping[str, str]) -> str | None:
-    """Return the key of the environment variable; None if it is not set."""
     key = environment.get(KEY_VARIABLE)
     if key is not None and not re.fullmatch(r"[!-~]+", key):
         raise ValueError(f"{KEY_VARIABLE} must be printable ASCII characters without spaces, or not set")
@@ -41,25 +284,24 @@ def read_api_key(environment: Mapping[str, str]) -> str | None:
 
 def build_app(
     card: ModelCard,
-    generator: Generator,
+    generation: GenerationThread,
     limits: RequestLimits | None = None,
     api_key: str | None = None,
     allow_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """Build the application of one model. It does not close the generator.
+    """Build the application of one model, which does not close the thread that generates.
 
-    Args:
-        card: describes the model.
-        generator: generates its images or videos.
-        limits: of one request.
-        api_key: that clients must send; None lets everyone in.
-        allow_origins: addresses of web pages whose scripts may use the service, such as `https://example.org`, or `*`.
+    Clients must send the key, if there is one. Scripts of the sites in `allow_origins` may use the service; `*`: of any.
     """
+    from vargen.serving.images import add_image_routes
+    from vargen.serving.videos import add_video_routes
+
     limits, registry = limits or RequestLimits(), CollectorRegistry()
     app = FastAPI(title="vargen", docs_url=None, redoc_url=None, openapi_url=None)
     add_error_handlers(app)
     add_routes = add_video_routes if card.fps else add_image_routes
-    paths = "/health", "/metrics", "/v1/models", *add_routes(app, card, generator, limits)
+    paths = "/health", "/metrics", "/v1/models", *add_routes(app, card, generation, limits)
+    model = {"id": card.name, "object": "model", "created": int(time.time()), "owned_by": "vargen"}
 
     @app.api_route("/", methods=["GET", "HEAD"])
     async def about() -> dict[str, Any]:
@@ -67,7 +309,7 @@ def build_app(
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
-        alive = generator.stats.alive
+        alive = generation.stats.alive
         return JSONResponse({"status": "ok" if alive else "shutting down"}, 200 if alive else 503)
 
     @app.get("/metrics")
@@ -76,15 +318,15 @@ def build_app(
 
     @app.api_route("/v1/models", methods=["GET", "HEAD"])
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [card.document]}
+        return {"object": "list", "data": [model]}
 
     @app.api_route("/v1/models/{name:path}", methods=["GET", "HEAD"])
     async def find_model(name: str) -> dict[str, Any]:
         if name != card.name:
-            raise APIError(404, f"The model {short_repr(name)} does not exist.", param="model", code="model_not_found")
-        return card.document
+            raise APIError(404, f"The model {short_repr(name)} does not exist.", "model_not_found", "model")
+        return model
 
-    registry.register(_GeneratorMetrics(generator))
+    registry.register(_GenerationMetrics(generation))
     app.add_middleware(Gate, limits=limits, api_key=api_key, registry=registry, paths=paths, origins=allow_origins)
     if allow_origins:  # around the gate, because browsers ask first without a key
         app.add_middleware(CORSMiddleware, allow_origins=allow_origins, allow_methods=["*"], allow_headers=["*"])
@@ -92,32 +334,27 @@ def build_app(
 
 
 class Gate:
-    """What each request passes: the number of requests at a time, the key, the size and time of its body; and it is counted.
-
-    Args:
-        app: the application.
-        limits: of requests.
-        api_key: of the endpoints under /v1; None lets everyone in.
-        registry: of the metrics.
-        paths: that are counted by name; others are counted together.
-        origins: addresses of pages whose scripts may use the service; a browser names that of the page.
-    """
+    """What each request passes: its number at a time, its key, and the size and time of its body. It is counted, too."""
 
     def __init__(
         self,
         app: ASGIApp,
         limits: RequestLimits,
         api_key: str | None,
+        origins: Sequence[str],
         registry: CollectorRegistry,
         paths: Sequence[str],
-        origins: Sequence[str],
     ):
         self.app, self.limits, self.paths, self.origins, self._active = app, limits, paths, origins, 0
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
         self._requests = Counter("vargen_requests", "Answered requests.", ["endpoint", "status"], registry=registry)
         self._seconds = Histogram(
-            "vargen_request_seconds", "Seconds to the end of the answer.", ["endpoint"], buckets=_BUCKETS, registry=registry
-        )  # fmt: skip
+            "vargen_request_seconds",
+            "Seconds to the end of the answer.",
+            ["endpoint"],
+            registry=registry,
+            buckets=_BUCKETS,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -134,7 +371,7 @@ class Gate:
         self._active += 1
         try:
             if (error := self._find_error(scope)) is not None:
-                await error.response(scope, receive, watch)
+                await JSONResponse(error.body, error.status_code, error.headers)(scope, receive, watch)
             else:
                 await self.app(scope, self._limit_body(scope["path"], receive), watch)
         finally:
@@ -145,37 +382,35 @@ class Gate:
 
     def _find_error(self, scope: Scope) -> APIError | None:
         if self._active > self.limits.connections:
-            headers = {"Retry-After": "1", **_CLOSE}
-            return APIError(503, "Too many requests at a time.", code="overloaded", headers=headers)
+            return APIError(503, "Too many requests at a time.", "overloaded", headers={"Retry-After": "1", **_CLOSE})
         fields = Headers(scope=scope)
         origin = fields.get("origin", "")
         if origin and origin.partition("://")[2] != fields.get("host") and not {"*", origin} & set(self.origins):
             message = "Pages of other sites may not use this service: see --allow-origin."
-            return APIError(403, message, code="origin_not_allowed", headers=_CLOSE)
-        if self._expected is None or not scope["path"].startswith("/v1"):
-            return None
+            return APIError(403, message, "origin_not_allowed", headers=_CLOSE)
         given = fields.get("authorization", "").encode("latin-1", "replace")
-        if secrets.compare_digest(given, self._expected):
+        is_open = self._expected is None or not scope["path"].startswith("/v1")
+        if is_open or secrets.compare_digest(given, self._expected or b""):
             return None
         headers = {"WWW-Authenticate": "Bearer", **_CLOSE}
-        return APIError(401, "The API key is missing or wrong.", code="invalid_api_key", headers=headers)
+        return APIError(401, "The API key is missing or wrong.", "invalid_api_key", headers=headers)
 
     def _limit_body(self, path: str, receive: Receive) -> Receive:
         """Return what reads a body that has to arrive in time, and is bounded."""
-        most = self.limits.upload_bytes if path.endswith("/edits") else self.limits.body_bytes
-        deadline, size, is_read = time.monotonic() + self.limits.seconds, 0, False
+        left = _UPLOAD_BYTES if path.endswith("/edits") else _BODY_BYTES
+        deadline, is_read = asyncio.get_running_loop().time() + self.limits.seconds, False
 
         async def receive_limited() -> Message:
-            nonlocal size, is_read
+            nonlocal left, is_read
             if is_read:  # what follows tells that the client went away
                 return await receive()
             try:
-                async with asyncio.timeout(deadline - time.monotonic()):
+                async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
                 raise HTTPException(408, headers=_CLOSE) from None
-            size += len(message.get("body", b""))
-            if size > most:
+            left -= len(message.get("body", b""))
+            if left < 0:
                 raise HTTPException(413, headers=_CLOSE)
             is_read = not message.get("more_body", False)
             return message
@@ -183,19 +418,17 @@ class Gate:
         return receive_limited
 
 
-class _GeneratorMetrics:
-    """Reads the counts of what generates when they are asked for."""
-
-    def __init__(self, generator: Generator):
-        self.generator = generator
+class _GenerationMetrics(Collector):
+    def __init__(self, generation: GenerationThread):
+        self.generation = generation
 
     def collect(self) -> Iterator[Metric]:
-        stats = self.generator.stats
-        yield GaugeMetricFamily("vargen_queue_length", "Images or videos that wait.", stats.num_waiting)
-        yield GaugeMetricFamily("vargen_active", "Images or videos that are being generated.", stats.num_active)
-        yield GaugeMetricFamily("vargen_images_per_second", "Images per second in the last minute.", stats.images_per_second)
+        stats = self.generation.stats
         rate = stats.tokens / max(stats.passes, 1)
+        yield GaugeMetricFamily("vargen_queue_length", "Images or videos that wait.", stats.num_waiting)
+        yield GaugeMetricFamily("vargen_active", "Images or videos in slots.", stats.num_active)
+        yield GaugeMetricFamily("vargen_images_per_second", "In the last minute.", stats.images_per_second)
         yield GaugeMetricFamily("vargen_tokens_per_pass", "Tokens that a pass commits to an image.", rate)
         yield CounterMetricFamily("vargen_images", "Finished images.", stats.images)
         yield CounterMetricFamily("vargen_tokens", "Tokens of finished images.", stats.tokens)
-        yield CounterMetricFamily("vargen_passes", "Passes that finished images took part in, summed.", stats.passes)
+        yield CounterMetricFamily("vargen_passes", "Passes of finished images, summed.", stats.passes)

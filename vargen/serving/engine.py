@@ -1,4 +1,4 @@
-"""The thread that generates: it owns the pipeline, a bounded queue of tasks and the slots in which they run."""
+"""What clients request, the thread that generates it, and which tasks run together."""
 
 from __future__ import annotations
 
@@ -6,91 +6,233 @@ import logging
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from operator import attrgetter
+from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
+from vargen.decoding import DecodeStats, Sampling
+from vargen.decoding.engine import Engine
+from vargen.decoding.requests import select_rows
 from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.causal_video import CausalVideoPipeline
+from vargen.pipelines.seeds import resolve_seeds
 from vargen.pipelines.validation import validate_batch_size
-from vargen.serving.schedules import open_schedule
-from vargen.serving.tasks import (
-    GeneratedImage,
-    GeneratedVideo,
-    GenerationStats,
-    ImageTask,
-    Listener,
-    QueueFullError,
-    ServiceClosedError,
-    TaskCancelledError,
-    TaskFailed,
-    TaskHandle,
-    VideoTask,
-)
 from vargen.values import require_int
 
 logger = logging.getLogger("vargen")
 
-_RATE_IMAGES = 32  # finished images from which the rate is measured
 _IDLE_SECONDS = 60.0  # images that finished earlier no longer count for the rate
+_options_of = attrgetter("task.sampling", "task.guidance_scale", "task.edit")  # what images of a batch have in common
 
 
-class Generator(Protocol):
-    """What the HTTP interface needs: a `GenerationThread`, or replicas of one."""
+class QueueFullError(RuntimeError):
+    """Too many images wait; after `retry_after` seconds, there is probably room."""
 
-    def submit(self, tasks: Sequence[ImageTask | VideoTask], listener: Listener | None = None) -> list[TaskHandle]:
-        """See `GenerationThread.submit`."""
+    def __init__(self, retry_after: int):
+        super().__init__(f"the queue is full; try again in {retry_after} s")
+        self.retry_after = retry_after
 
-    def close(self, drain: bool = True, timeout: float | None = None) -> None:
-        """See `GenerationThread.close`."""
+
+class ServiceClosedError(RuntimeError):
+    """The service shuts down, and accepts no more tasks."""
+
+
+class TaskLostError(RuntimeError):
+    """The process that generated the image ended."""
+
+
+@dataclass(frozen=True)
+class ImageTask:
+    """One requested image.
+
+    Attributes:
+        subject: the prompt or, for models of classes, the number or the name of a class.
+        seed: of the image, as in a call of the pipeline.
+        sampling: temperature, top-k and top-p.
+        num_partial_images: number of partial images, evenly spaced in tokens.
+        guidance_scale: None: that of the service.
+        edit: `image` and `mask_image` of a call, for models that inpaint.
+    """
+
+    subject: str | int
+    seed: int
+    sampling: Sampling
+    num_partial_images: int = 0
+    guidance_scale: float | None = None
+    edit: Mapping[str, Image.Image] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class VideoTask:
+    """One requested video; `num_frames` says where the last block is cut."""
+
+    subject: str
+    seed: int
+    num_blocks: int
+    num_frames: int | None = None
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A slot took the task."""
+
+
+@dataclass(frozen=True, eq=False)
+class PartialImage:
+    """A partial image, RGBA: transparent where nothing has been generated. `index` counts from 0."""
+
+    index: int
+    image: Image.Image
+
+
+@dataclass(frozen=True, eq=False)
+class Generated:
+    """The end of a task: an image, or a video whose frames have been sent.
+
+    Attributes:
+        passes: that it took part in.
+        num_tokens: of the image; of a video, the number of frames.
+        image: None for a video, as `tokens`.
+        tokens: integers `[N]`, as `decode_tokens` takes them.
+        stats: of this image alone, without seconds; None if it was generated in a batch by arrival.
+    """
+
+    seed: int
+    passes: int
+    num_tokens: int
+    image: Any = None
+    tokens: torch.Tensor | None = None
+    stats: DecodeStats | None = None
+
+
+Event = Begun | PartialImage | np.ndarray | Generated | BaseException  # an array is frames, uint8 [F, Y, X, 3]
+Listener = Callable[["TaskHandle", Event], object]
+End = tuple["TaskHandle", Generated | BaseException]
+
+
+class TaskHandle(Future[Any]):
+    """An accepted task, as a future of its `Generated`.
+
+    Args:
+        task: an `ImageTask` or a `VideoTask`.
+        listener: called with each event, in the thread that generates; it must return at once. The last event is the
+            result or an error; a task that is cancelled while it waits has none.
+
+    Attributes:
+        stopped: whether `cancel` was called.
+        begun: whether a slot has taken it.
+        num_sent: number of partial images or frames so far.
+    """
+
+    def __init__(self, task: Any, listener: Listener | None = None):
+        super().__init__()
+        self.task, self.listener = task, listener
+        self.stopped, self.begun, self.num_sent = False, False, 0
+
+    def cancel(self) -> bool:
+        """End the task, at once if it waits, else within one pass. Can be called from any thread."""
+        self.stopped = True
+        return super().cancel()
+
+    def goes_on(self, _: Any) -> bool:
+        """Whether nobody has cancelled the task: a callback of a video."""
+        return not self.stopped
+
+    def make_generator(self) -> torch.Generator:
+        """Return a generator with the seed of the task."""
+        return torch.Generator().manual_seed(self.task.seed)
+
+    def send(self, event: Event) -> None:
+        """Report an event, from the thread that generates; a listener that fails harms no others."""
+        if isinstance(event, Generated):
+            self.set_result(event)
+        elif isinstance(event, BaseException):
+            self.set_exception(event)
+        self.begun = self.begun or isinstance(event, Begun)
+        try:
+            if self.listener is not None:
+                self.listener(self, event)
+        except Exception:
+            logger.exception("a listener failed")
+
+
+@dataclass
+class GenerationStats:
+    """Counts of a `GenerationThread`.
+
+    Attributes:
+        images: number of finished images or videos.
+        tokens, passes: of finished images; the tokens of a video are its frames.
+        alive: whether tasks are accepted.
+        ends: times at which the latest images finished.
+    """
+
+    num_waiting: int = 0
+    num_active: int = 0
+    images: int = 0
+    tokens: int = 0
+    passes: int = 0
+    alive: bool = True
+    ends: tuple[float, ...] = ()
+
+    def add(self, image: Generated) -> None:
+        """Count a finished image or video."""
+        self.images += 1
+        self.tokens += image.num_tokens
+        self.passes += image.passes
+        self.ends = (*self.ends[-31:], time.monotonic())
 
     @property
-    def stats(self) -> GenerationStats:
-        """See `GenerationThread.stats`."""
+    def images_per_second(self) -> float:
+        """Images per second in the last minute."""
+        now = time.monotonic()
+        ends = [end for end in self.ends if end > now - _IDLE_SECONDS]
+        return len(ends) / (now - ends[0]) if len(ends) > 1 else 0.0
+
+    def seconds_until_free(self, count: int) -> int:
+        """Whole seconds, from 1 to 60, after which `count` more images have probably finished."""
+        rate = self.images_per_second
+        return min(60, max(1, math.ceil(count / rate))) if rate else 1
 
 
 class GenerationThread:
     """Generates the tasks of many clients in one thread.
 
-    With methods whose images can join a running batch (see `VisualPipeline.joins_running_batch`), each slot takes the next task
-    as soon as its image has finished or was cancelled. Otherwise, as for next-scale models, tasks are generated in batches of
-    equal options by arrival. Videos are generated block by block in turn. An image is the same whatever is beside it.
-
-    Example:
-        >>> with GenerationThread(open_pipeline("emoji"), slots=4) as generation:
-        ...     [handle] = generation.submit([ImageTask("a red apple", seed=7, sampling=Sampling())])
-        ...     handle.result().image.save("apple.png")
-
-    All methods can be called from any thread.
+    An image is the same whatever is beside it. All methods can be called from any thread.
 
     Args:
-        pipe: a pipeline on its device. Nothing else may use it meanwhile.
+        pipe: a pipeline on its device, which nothing else may use meanwhile; or a schedule.
         accelerator: see the call of the pipeline. None: the pipeline's default.
         slots: maximum number of images at a time.
         max_waiting: maximum number of tasks in the queue, beside those in slots.
-        guidance_scale: of images that have none of their own; not for video. None: the checkpoint's default.
-
-    Raises:
-        ValueError, TypeError: for invalid arguments, or a method that cannot run on the pipeline.
+        guidance_scale: of images without one of their own. None: the model's default.
     """
 
     def __init__(
         self,
-        pipe: VisualPipeline,
+        pipe: VisualPipeline | TaskSchedule,
         accelerator: Any = None,
         *,
         slots: int = 4,
         max_waiting: int = 64,
         guidance_scale: float | None = None,
     ):
-        self.slots = validate_batch_size(slots, "slots")
         self.max_waiting = require_int("max_waiting", max_waiting, 1, 10**6)
-        self._schedule = open_schedule(pipe, accelerator, self.slots, guidance_scale)
+        if not isinstance(pipe, TaskSchedule):
+            pipe = open_schedule(pipe, accelerator, slots, guidance_scale)
+        self._schedule = pipe
         self._waiting: deque[TaskHandle] = deque()
         self._changed = threading.Condition()
-        self._closing, self._draining = False, True
-        self._throughput = Throughput()
+        self._closing, self._draining, self._stats = False, True, GenerationStats()
         self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
         self._thread.start()
 
@@ -101,54 +243,41 @@ class GenerationThread:
         self.close(drain=False)
 
     def submit(self, tasks: Sequence[ImageTask | VideoTask], listener: Listener | None = None) -> list[TaskHandle]:
-        """Queue tasks, all or none.
-
-        Args:
-            tasks: generated in this order.
-            listener: see `TaskHandle`.
+        """Queue tasks, all or none, in this order; `listener`: see `TaskHandle`.
 
         Raises:
             QueueFullError: if the queue has no room for all of them, unless slots are free for them.
             ServiceClosedError: after `close`.
         """
-        handles = [TaskHandle(task, listener, self._withdraw) for task in tasks]
+        handles = [TaskHandle(task, listener) for task in tasks]
         with self._changed:
             if self._closing:
-                raise ServiceClosedError
-            free = max(0, self.slots - self._schedule.num_active)
+                raise ServiceClosedError("the service is shutting down")
+            self._waiting = deque(handle for handle in self._waiting if not handle.done())
+            free = max(0, self._schedule.slots - self._schedule.num_active)
             if len(self._waiting) + len(handles) > self.max_waiting + free:
-                raise QueueFullError(self._throughput.seconds_until_free(len(handles)))
+                raise QueueFullError(self._stats.seconds_until_free(len(handles)))
             self._waiting.extend(handles)
             self._changed.notify()
         return handles
 
     def close(self, drain: bool = True, timeout: float | None = None) -> None:
-        """Accept no more tasks, and end the thread.
-
-        Args:
-            drain: finish the accepted tasks first; otherwise, they are cancelled within one pass.
-            timeout: seconds to wait; the thread is then left to end with the process.
-        """
+        """Accept no more tasks, and end the thread after the accepted ones or, without `drain`, within one pass."""
         with self._changed:
             self._closing, self._draining = True, self._draining and drain
             self._changed.notify()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+        self._thread.join(timeout)
 
     @property
     def stats(self) -> GenerationStats:
         """Counts so far."""
         with self._changed:
-            alive = self._thread.is_alive() and not self._closing
-            return self._throughput.make_stats(len(self._waiting), self._schedule.num_active, alive)
-
-    def _withdraw(self, handle: TaskHandle) -> None:
-        """Take a cancelled task from the queue at once; one that runs is found before the next pass."""
-        with self._changed:
-            if handle not in self._waiting:
-                return
-            self._waiting.remove(handle)
-        handle.send(TaskFailed(TaskCancelledError()))
+            return replace(
+                self._stats,
+                num_waiting=sum(not handle.done() for handle in self._waiting),
+                num_active=self._schedule.num_active,
+                alive=self._thread.is_alive() and not self._closing,
+            )
 
     @torch.no_grad()
     def _run(self) -> None:
@@ -162,46 +291,249 @@ class GenerationThread:
                     return
                 self._schedule.take(self._waiting)
             try:
-                for handle, image in self._schedule.step():
-                    with self._changed:
-                        self._throughput.record(image)
-                    handle.send(image)
-            except Exception as error:  # of the whole batch: its images fail, and the next ones start in a new one
+                for handle, end in self._schedule.step():
+                    if isinstance(end, Generated):
+                        with self._changed:
+                            self._stats.add(end)
+                    handle.send(end)
+            except Exception as error:  # all of its images fail
                 logger.exception("a pass failed")
                 for handle in self._schedule.reset():
-                    handle.send(TaskFailed(error))
-        for handle in (*self._schedule.reset(), *self._waiting):
-            handle.send(TaskFailed(ServiceClosedError()))
+                    handle.send(error)
+        waiting = [handle for handle in self._waiting if handle.set_running_or_notify_cancel()]
         self._waiting.clear()
+        for handle in (*self._schedule.reset(), *waiting):
+            handle.send(ServiceClosedError("the service is shutting down"))
 
 
-class Throughput:
-    """Counts of finished images or videos, and how fast they finish. The caller holds a lock."""
+class TaskSchedule(ABC):
+    """Runs tasks in slots, for the thread that generates. Only `num_active` is read by other threads.
 
-    def __init__(self) -> None:
-        self._images = self._tokens = self._passes = 0
-        self._ends: deque[float] = deque(maxlen=_RATE_IMAGES)
+    Attributes:
+        starting: tasks that the next step starts, or that wait for a place in what runs.
+        running: tasks that have begun, by what runs them.
+    """
 
-    def record(self, image: GeneratedImage | GeneratedVideo) -> None:
-        """Count a finished image or video."""
-        self._images += 1
-        self._tokens += image.num_tokens
-        self._passes += image.passes
-        self._ends.append(time.monotonic())
+    needs_equal_options = False  # of what starts together
+
+    def __init__(self, pipe: Any, method: Any, slots: int, guidance_scale: float = 1.0):
+        self.pipe, self.method, self.slots, self.guidance_scale = pipe, method, slots, guidance_scale
+        self.starting: deque[TaskHandle] = deque()
+        self.running: dict[Any, TaskHandle] = {}
 
     @property
-    def images_per_second(self) -> float:
-        """Images per second in the last minute."""
-        now = time.monotonic()
-        ends = [end for end in self._ends if end > now - _IDLE_SECONDS]
-        return len(ends) / (now - ends[0]) if len(ends) > 1 else 0.0
+    def num_active(self) -> int:
+        """Number of tasks taken and not finished, also while they are being started."""
+        return len(self.starting) + len(self.running)
 
-    def seconds_until_free(self, count: int) -> int:
-        """Whole seconds, from 1 to 60, after which `count` more images have probably finished."""
-        rate = self.images_per_second
-        return min(60, max(1, math.ceil(count / rate))) if rate else 1
+    def take(self, waiting: deque[TaskHandle]) -> None:
+        """Take the tasks from the queue that start with the next step."""
+        while waiting and self.num_active < self.slots:
+            if self.needs_equal_options and self.starting and _options_of(waiting[0]) != _options_of(self.starting[0]):
+                return
+            handle = waiting.popleft()
+            if handle.set_running_or_notify_cancel():
+                self.starting.append(handle)
 
-    def make_stats(self, num_waiting: int, num_active: int, alive: bool) -> GenerationStats:
-        """Return all counts."""
-        counts = self._images, self._tokens, self._passes
-        return GenerationStats(num_waiting, num_active, *counts, self.images_per_second, alive)
+    @abstractmethod
+    def step(self) -> Iterator[End]:
+        """Start the tasks that were taken, go one step on, and yield what ended, and how."""
+
+    def reset(self) -> list[TaskHandle]:
+        """Give up all tasks that were taken, and return them."""
+        lost = [handle for handle in (*self.starting, *self.running.values()) if not handle.done()]
+        self.starting.clear()
+        self.running.clear()
+        return lost
+
+    def drop_cancelled(self) -> list[Any]:
+        """End the tasks that were cancelled; returns what ran them."""
+        stopped = [key for key, handle in self.running.items() if handle.stopped]
+        for handle in [*(self.running.pop(key) for key in stopped), *(each for each in self.starting if each.stopped)]:
+            handle.send(CancelledError())
+        self.starting = deque(handle for handle in self.starting if not handle.done())
+        return stopped
+
+    def options(self, handles: Sequence[TaskHandle]) -> dict[str, Any]:
+        """Return prompts or classes, and the guidance scale of the first one, as a call of the pipeline takes them."""
+        name = "class_labels" if self.pipe.is_class_conditional else "prompt"
+        subjects, scale = [handle.task.subject for handle in handles], handles[0].task.guidance_scale
+        return {name: subjects, "guidance_scale": self.guidance_scale if scale is None else scale}
+
+    def send_partial(self, handle: TaskHandle, tokens: torch.Tensor, count: int) -> None:
+        """Send a partial image if one is due; `count` of the tokens `[1, N]` have been generated."""
+        wanted, sent, total = handle.task.num_partial_images, handle.num_sent, self.pipe.num_tokens
+        if sent < wanted and count < total and count * (wanted + 1) >= total * (sent + 1):
+            handle.send(PartialImage(sent, self.pipe.preview(tokens, count)[0]))
+            handle.num_sent += 1
+
+    def finish(self, seed: int, tokens: torch.Tensor, passes: int, image: Any = None, **stats: Any) -> Generated:
+        """Return a finished image. Its tokens `[1, N]` are decoded alone, for the same bits."""
+        image = self.pipe.decode_tokens(tokens)[0] if image is None else image
+        return Generated(seed, passes, self.pipe.num_tokens, image, tokens[0].cpu(), **stats)
+
+
+class JoiningSchedule(TaskSchedule):
+    """Runs next-token images in an `Engine`: each slot takes the next task as soon as it is free.
+
+    A task whose prompt is too long for the engine, or that differs in having guidance, waits until the engine is empty, and
+    then gets a new one.
+    """
+
+    _engine: Engine | None = None
+    _is_guided = False
+    _encoded: tuple[TaskHandle, Any] | None = None  # the first task that waits, and its condition
+
+    def step(self) -> Iterator[End]:
+        for number in self.drop_cancelled():
+            assert self._engine is not None
+            self._engine.cancel(number)
+        while self.starting and self._start():
+            pass
+        if self._engine is None:
+            return
+        for image in self._engine.step():
+            seed, stats = self.running[image.number].task.seed, image.stats
+            end = image.error or self.finish(seed, image.tokens[None], stats.passes, stats=replace(stats, seeds=[seed]))
+            yield self.running.pop(image.number), end
+        if any(handle.task.num_partial_images for handle in self.running.values()):
+            for number, row, length in zip(*self._engine.copy_active(), strict=True):
+                self.send_partial(self.running[number], row[None], int(length))
+
+    def reset(self) -> list[TaskHandle]:
+        self._engine = self._encoded = None
+        return super().reset()
+
+    def _start(self) -> bool:
+        """Submit the first task, and those after it of other seeds, by one prefill; False if it waits."""
+        first = self.starting[0].task
+        together = list(takewhile(lambda each: replace(each.task, seed=first.seed) == first, self.starting))
+        try:
+            options = self.options(together[:1])
+            scale = options.pop("guidance_scale")
+            if self._encoded is None or self._encoded[0] is not together[0]:
+                self._encoded = together[0], self.pipe.encode_condition(**options)[0]
+            condition = replace(self._encoded[1], scale=scale)
+            if self._engine is None or (scale != 1) != self._is_guided or not self._engine.has_room(condition):
+                if self.running:
+                    return False
+                self._engine, self._is_guided = None, scale != 1  # which frees its memory
+                self._engine = Engine(self.pipe.decoding_model(scale), self.method, batch_size=self.slots)
+            generators = [handle.make_generator() for handle in together]
+            seeds = resolve_seeds(generators, len(together)).noise_seeds
+            numbers = self._engine.submit(select_rows(condition, [0] * len(together)), seeds, first.sampling)
+        except (ValueError, TypeError) as error:
+            for handle in together:
+                handle.send(error)
+        else:
+            self.running.update(zip(numbers, together, strict=True))
+            for handle in together:
+                handle.send(Begun())
+        for _ in together:
+            self.starting.popleft()
+        return True
+
+
+class BatchSchedule(TaskSchedule):
+    """Runs images of equal options in batches by arrival. Those of a batch that fails are generated one by one."""
+
+    needs_equal_options = True
+
+    def step(self) -> Iterator[End]:
+        self.drop_cancelled()
+        batches = [list(self.starting)] if self.starting else []
+        for handle in self.starting:
+            handle.send(Begun())
+        while batches:
+            handles = batches.pop(0)
+            try:
+                ends = self._generate(handles)
+            except Exception as error:
+                if len(handles) > 1:
+                    batches += [[handle] for handle in handles]
+                    continue
+                logger.warning("an image failed: %s", error)
+                ends = [error]
+            yield from zip(handles, ends, strict=True)
+        self.starting.clear()
+
+    def _generate(self, handles: list[TaskHandle]) -> list[Generated | BaseException]:
+        """Return the images of a batch, an error for cancelled ones."""
+
+        def after_pass(_: Any, step: int, num_tokens: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+            for row, handle in enumerate(handles):
+                if not handle.stopped:
+                    self.send_partial(handle, tensors["latents"][row : row + 1], num_tokens)
+            return {"stop": all(handle.stopped for handle in handles)}
+
+        task = handles[0].task
+        result = self.pipe(
+            **self.options(handles),
+            **task.edit,
+            temperature=task.sampling.temperature,
+            top_k=task.sampling.top_k or self.pipe.vocab_size,
+            top_p=task.sampling.top_p,
+            accelerator=self.method,
+            generator=[handle.make_generator() for handle in handles],
+            output_type="pil" if task.edit else "latent",  # what an edit keeps is not in its tokens
+            callback_on_step_end=after_pass,
+        )
+        ends = list[Generated | BaseException]()
+        for number, handle in enumerate(handles):
+            if result.stats.stopped or handle.stopped:
+                ends.append(CancelledError())
+                continue
+            image = result.images[number] if task.edit else None
+            ends.append(self.finish(handle.task.seed, result.tokens[number, None], result.stats.passes, image))
+        return ends
+
+
+class VideoSchedule(TaskSchedule):
+    """Runs videos in turn: each step generates the next block of each."""
+
+    def step(self) -> Iterator[End]:
+        while self.starting:
+            handle = self.starting[0]
+            options = {"num_blocks": handle.task.num_blocks, "accelerator": self.method, "generator": handle.make_generator()}
+            try:
+                stream = self.pipe.stream(handle.task.subject, **options, callback=handle.goes_on)
+            except Exception as error:
+                yield handle, error
+            else:
+                self.running[stream] = handle
+                handle.send(Begun())
+            self.starting.popleft()
+        for stream, handle in list(self.running.items()):
+            try:
+                block = next(stream, None)
+                end: Generated | BaseException = Generated(handle.task.seed, sum(stream.stats.passes.values()), handle.num_sent)
+            except Exception as error:
+                block, end = None, error
+            if block is None or handle.stopped:
+                del self.running[stream]
+                stream.close()
+                yield handle, CancelledError() if handle.stopped else end
+                continue
+            frames = block.frames.mul(255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+            frames = frames[: None if handle.task.num_frames is None else handle.task.num_frames - handle.num_sent]
+            handle.num_sent += len(frames)
+            handle.send(frames)
+
+    def reset(self) -> list[TaskHandle]:
+        for stream in self.running:
+            stream.close()
+        return super().reset()
+
+
+def open_schedule(pipe: VisualPipeline, accelerator: Any, slots: int, guidance_scale: float | None) -> TaskSchedule:
+    """Return the schedule for a pipeline and a method."""
+    validate_batch_size(slots, "slots")
+    pipe.set_progress_bar_config(disable=True)
+    if isinstance(pipe, CausalVideoPipeline):
+        if guidance_scale is not None:
+            raise ValueError("guidance_scale is for image models, and this model generates video")
+        return VideoSchedule(pipe, pipe.resolve_method(accelerator, from_image=pipe.setting("image_model") is not None), slots)
+    method = pipe.resolve_method(pipe.default_method if accelerator is None else accelerator)
+    pipe.validate_method(method)
+    kind = JoiningSchedule if pipe.joins_running_batch else BatchSchedule
+    return kind(pipe, method, slots, pipe.default_sampling["guidance_scale"] if guidance_scale is None else guidance_scale)

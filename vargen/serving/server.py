@@ -1,4 +1,4 @@
-"""The server: its socket, the model with a first image that allocates all memory, and connections that are bounded.
+"""The server: its socket, a first image that allocates all memory, and connections that are bounded.
 
 Headers have a bounded size and time, and connections a bounded number, also of one address. This is uvicorn's protocol on h11,
 which is chosen whatever else is installed: that on httptools buffers an endless header.
@@ -7,28 +7,23 @@ which is chosen whatever else is installed: that on httptools buffers an endless
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import h11
-import torch
 import uvicorn
 from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vargen.decoding import Sampling
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.causal_video import CausalVideoPipeline
-from vargen.pipelines.loading import open_pipeline
-from vargen.serving.engine import GenerationThread
-from vargen.serving.errors import APIError
-from vargen.serving.model_card import ModelCard, RequestLimits
-from vargen.serving.tasks import ImageTask
+from vargen.serving.api import APIError, ModelCard, RequestLimits
+from vargen.serving.engine import GenerationThread, ImageTask
 
 _SHUTDOWN_SECONDS = 10  # beyond the time of a request
 _HEADER_BYTES = 16 * 1024
@@ -41,8 +36,8 @@ def open_socket(host: str, port: int) -> socket.socket:
         ValueError: for a host that does not exist.
         OSError: if the address cannot be used.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
     except socket.gaierror as error:
         raise ValueError(f"host must be a name or an address of this machine, got {host!r}") from error
@@ -50,30 +45,24 @@ def open_socket(host: str, port: int) -> socket.socket:
         raise OSError(f"host {host!r} and port {port} cannot be used: {error.strerror or error}") from error
 
 
-def open_served_model(model: str, device: str, dtype: str, quantization: str | None) -> VisualPipeline:
-    """Open a model for the service.
-
-    Args:
-        model: name or folder. device: such as `"cpu"`. dtype: such as `"float32"`. quantization: see `open_pipeline`.
-    """
-    pipe = open_pipeline(model, device=device, torch_dtype=getattr(torch, dtype), quantization=quantization)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 def warm_up(pipe: VisualPipeline, generation: GenerationThread, name: str) -> ModelCard:
-    """Generate a first image, so that memory is allocated and widths are measured before the first client comes.
-
-    Returns the description of the model.
-
-    Raises:
-        Exception: as the generation of an image, if the model does not work.
-    """
+    """Return the description of a model, after a first image, which allocates memory and measures widths."""
     if isinstance(pipe, CausalVideoPipeline):
-        return ModelCard.of(pipe, name)
+        geometry = pipe.transformer.geometry
+        first, others = (geometry.pixel_frames(start, geometry.block_frames) for start in (0, geometry.block_frames))
+        size, blocks = geometry.pixel_size[::-1], int(pipe.setting("num_blocks"))
+        return ModelCard(name, size, fps=pipe.fps, block_frames=(first, others), num_blocks=blocks)
     subject = 0 if pipe.is_class_conditional else "a red apple"
     [handle] = generation.submit([ImageTask(subject, 0, Sampling())])
-    return ModelCard.of(pipe, name, handle.result().image.size)
+    return ModelCard(
+        name=name,
+        size=handle.result().image.size,
+        vocab_size=pipe.vocab_size,
+        num_classes=pipe.num_classes,
+        class_names={each.strip().lower(): number for number, names in pipe.class_names.items() for each in names.split(",")},
+        defaults={name: value for name, value in pipe.default_sampling.items() if name != "guidance_scale"},
+        edits_images=pipe.image_size is not None,
+    )
 
 
 def configure_server(app: FastAPI, limits: RequestLimits, log_level: str = "warning") -> uvicorn.Config:
@@ -92,45 +81,26 @@ def configure_server(app: FastAPI, limits: RequestLimits, log_level: str = "warn
     )
 
 
-def run_server(app: FastAPI, listener: socket.socket, limits: RequestLimits, on_ready: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM, and then finish the requests that were accepted. A second signal ends them.
+def run_server(app: FastAPI, listener: socket.socket, limits: RequestLimits, greeting: str) -> None:
+    """Print the greeting and serve until SIGINT or SIGTERM; finish what was accepted, unless there is a second signal."""
+    server = uvicorn.Server(configure_server(app, limits))
 
-    Args:
-        app: see `build_app`.
-        listener: a listening socket, which is closed at the end.
-        limits: whose seconds limit the shutdown, too.
-        on_ready: called when requests are answered.
-    """
-    server = _Server(configure_server(app, limits), on_ready)
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
     # uvicorn raises the signal again when it has shut down; what follows still has to run then.
-    previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    print(greeting, flush=True)
     try:
         server.run(sockets=[listener])
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
         listener.close()
-    if not server.started:
-        sys.exit(1)
-
-
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]):
-        super().__init__(config)
-        self._on_ready = on_ready
-
-    async def startup(self, sockets: list[Any] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._on_ready()
 
 
 class LimitedProtocol(H11Protocol):
-    """A connection that is closed if its header is too large or too slow, or if there are too many.
-
-    Args:
-        limits: of connections. options: of uvicorn.
-    """
+    """A connection that is closed if its header is too large or too slow, or if there are too many."""
 
     def __init__(self, limits: RequestLimits, **options: Any):
         super().__init__(**options)
@@ -139,8 +109,12 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if (refusal := self._find_refusal()) is not None:
-            self._refuse(refusal)
+        clients = [client[0] for each in self.connections if (client := getattr(each, "client", None))]
+        is_full = self.client is not None and clients.count(self.client[0]) > self.limits.connections_per_address
+        if is_full or len(self.connections) > 2 * self.limits.connections:
+            place = " from your address" if is_full else ""
+            message = f"Too many connections{place} at a time."
+            self._refuse(APIError(503, message, "overloaded", headers={"Retry-After": "1"}))
         else:
             self._time_header()
 
@@ -155,38 +129,21 @@ class LimitedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         hint = getattr(sys.exception(), "error_status_hint", 400)  # called where h11's error is handled
-        if hint == 431:
-            self._refuse(APIError(431, "The header of the request is too large.", code="header_too_large"))
-        else:
-            self._refuse(APIError(400, "This is no valid HTTP request.", code="invalid_http"))
-
-    def _find_refusal(self) -> APIError | None:
-        """Return why this connection is refused; None if it is not."""
-        own = self.client and self.client[0]
-        of_address = sum(1 for each in self.connections if (client := getattr(each, "client", None)) and client[0] == own)
-        if len(self.connections) > 2 * self.limits.connections:
-            return APIError(503, "Too many connections at a time.", code="overloaded", headers={"Retry-After": "1"})
-        if own is not None and of_address > self.limits.connections_per_address:
-            message = "Too many connections from your address at a time."
-            return APIError(503, message, code="overloaded", headers={"Retry-After": "1"})
-        return None
+        message, code = ("The header is too large.", "header_too_large") if hint == 431 else (msg, "invalid_http")
+        self._refuse(APIError(431 if hint == 431 else 400, message, code))
 
     def _time_header(self) -> None:
-        """Start the clock where a header is awaited, and stop it where one is complete. Pieces of one do not restart it."""
+        """Start the clock where a header is awaited, and stop it where it is complete."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             self._stop_timer()
         elif self._header_timer is None:
-            self._header_timer = self.loop.call_later(self.limits.header_seconds, self._end_slow_header)
+            late = APIError(408, "The header of the request did not arrive in time.", "timeout")
+            self._header_timer = self.loop.call_later(self.limits.header_seconds, self._refuse, late)
 
     def _stop_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
-
-    def _end_slow_header(self) -> None:
-        self._header_timer = None
-        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
-            self._refuse(APIError(408, "The header of the request did not arrive in time.", code="timeout"))
 
     def _refuse(self, error: APIError) -> None:
         """Answer in OpenAI's shape, and close the connection."""
@@ -194,10 +151,9 @@ class LimitedProtocol(H11Protocol):
         if self.cycle is not None:  # a request whose body is no HTTP: it learns that its client is gone
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json.dumps(error.body).encode()
-            fields = {"content-type": "application/json", "connection": "close", **(error.headers or {})}
-            headers = [(name.lower(), value) for name, value in {**fields, "content-length": str(len(body))}.items()]
-            for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(body), h11.EndOfMessage()):
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
+            answer = JSONResponse(error.body, error.status_code, {"connection": "close", **(error.headers or {})})
+            response = h11.Response(status_code=answer.status_code, headers=answer.raw_headers)
+            for event in (response, h11.Data(bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
