@@ -15,7 +15,8 @@ from vargen.decoding import PRESETS, Sampling
 from vargen.evaluation.compare import compare_methods
 from vargen.evaluation.generation import GenerationPlan, generate_missing_images
 from vargen.evaluation.video import compare_video_methods
-from vargen.serving.engine import GenerationThread, ImageTask, VideoTask
+from vargen.serving.engine import GenerationThread
+from vargen.serving.tasks import ImageTask, VideoTask
 
 PROMPTS, FIRST = ["a red apple", "a dog"], 7
 

@@ -16,7 +16,8 @@ from vargen.decoding import PRESETS, Accelerator, DynamicTree, Sampling, decode,
 from vargen.decoding.experimental import SpeculativeTree, recursive_rejection
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.loading import inspect_model
-from vargen.serving.engine import GenerationThread, ImageTask
+from vargen.serving.engine import GenerationThread
+from vargen.serving.tasks import ImageTask
 
 CONDITION, SEEDS = torch.tensor([0, 1, 1]), torch.tensor([5, 6, 7])
 PRESET_NAMES = [preset.name for preset in list_methods("next-token")]

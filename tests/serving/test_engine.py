@@ -17,7 +17,8 @@ from waiting import wait_until
 
 from vargen import accelerate
 from vargen.decoding import NonFiniteLogitsError, Sampling
-from vargen.serving.engine import GenerationThread, ImageTask, QueueFullError, ServiceClosedError
+from vargen.serving.engine import GenerationThread
+from vargen.serving.tasks import ImageTask, QueueFullError, ServiceClosedError
 
 
 def pixels(image: Any) -> bytes:

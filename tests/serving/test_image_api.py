@@ -22,8 +22,9 @@ from waiting import wait_until
 
 from vargen.decoding import Sampling
 from vargen.serving.api import ModelCard, RequestLimits, build_app
-from vargen.serving.engine import GenerationThread, ImageTask
+from vargen.serving.engine import GenerationThread
 from vargen.serving.server import warm_up
+from vargen.serving.tasks import ImageTask
 
 KEY = "secret-key"
 

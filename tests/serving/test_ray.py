@@ -17,8 +17,9 @@ pytest.importorskip("ray")
 from ray.exceptions import RayActorError
 
 from vargen.serving import ray as ray_replicas
-from vargen.serving.engine import Begun, Generated, GenerationThread, QueueFullError, TaskLostError
+from vargen.serving.engine import GenerationThread
 from vargen.serving.ray import Replica, ReplicaSchedule
+from vargen.serving.tasks import Begun, Generated, QueueFullError, TaskLostError
 
 OPTIONS: Any = ("tiny", {"name": "tiny", "device": "cpu"}, {"accelerator": "gumbel", "slots": 1})
 IMAGE = Generated(7, 4, 16, Image.new("RGB", (2, 2)), torch.zeros(16, dtype=torch.int64))

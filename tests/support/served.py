@@ -12,8 +12,8 @@ import uvicorn
 
 from vargen.decoding import Sampling
 from vargen.serving.api import RequestLimits
-from vargen.serving.engine import ImageTask
 from vargen.serving.server import configure_server, open_socket
+from vargen.serving.tasks import ImageTask
 
 PROMPTS = ["a red apple", "a very long sentence about a cat that sits", "b", "a dog"]
 SAMPLINGS = [Sampling(1.0, None, 1.0), Sampling(0.7, 5, 0.9)]

@@ -26,7 +26,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vargen import __version__
 from vargen.pipelines import validation
-from vargen.serving.engine import Generated, GenerationThread, QueueFullError, ServiceClosedError, TaskHandle, TaskLostError
+from vargen.serving.engine import GenerationThread
+from vargen.serving.tasks import Generated, QueueFullError, ServiceClosedError, TaskHandle, TaskLostError
 from vargen.values import MAX_SEED, short_repr
 
 logger = logging.getLogger("vargen")

@@ -18,7 +18,8 @@ from pydantic import Field
 from vargen.decoding import Sampling
 from vargen.reading import on_white, open_image
 from vargen.serving.api import APIError, Body, Job, ModelCard, RequestLimits, StreamedBody, keep, refuse, to_api_error
-from vargen.serving.engine import Generated, GenerationThread, ImageTask, PartialImage
+from vargen.serving.engine import GenerationThread
+from vargen.serving.tasks import Generated, ImageTask, PartialImage
 from vargen.values import short_repr
 
 SEND_SECONDS = 10.0  # a stream may take longer than a request, so that a client learns why it ends

@@ -19,8 +19,10 @@ from vargen.device import available_cores, set_threads
 from vargen.pipelines.loading import open_pipeline
 from vargen.ray_cluster import SETTINGS, join_or_start_cluster
 from vargen.serving.api import ModelCard
-from vargen.serving.engine import End, Generated, GenerationThread, TaskHandle, TaskLostError, TaskSchedule
+from vargen.serving.engine import GenerationThread
+from vargen.serving.schedules import TaskSchedule
 from vargen.serving.server import warm_up
+from vargen.serving.tasks import End, Generated, TaskHandle, TaskLostError
 
 _POLL_SECONDS = 0.02  # between looks at new and cancelled tasks
 _APPLICATION = "vargen"

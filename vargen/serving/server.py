@@ -23,7 +23,8 @@ from vargen.decoding import Sampling
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.causal_video import CausalVideoPipeline
 from vargen.serving.api import APIError, ModelCard, RequestLimits
-from vargen.serving.engine import GenerationThread, ImageTask
+from vargen.serving.engine import GenerationThread
+from vargen.serving.tasks import ImageTask
 
 _SHUTDOWN_SECONDS = 10  # beyond the time of a request
 _HEADER_BYTES = 16 * 1024

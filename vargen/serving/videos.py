@@ -26,7 +26,8 @@ from vargen.serving.api import (
     refuse,
     to_api_error,
 )
-from vargen.serving.engine import Begun, GenerationThread, VideoTask
+from vargen.serving.engine import GenerationThread
+from vargen.serving.tasks import Begun, VideoTask
 
 _MAX_JOBS = 256  # finished ones that are kept
 
