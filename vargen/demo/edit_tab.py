@@ -57,9 +57,9 @@ def build_edit_tab(pipe: VisualPipeline, shared: Shared) -> tuple[Mode, list[Own
                 placeholder="Type, and the image follows.",
             )  # fmt: skip
             with gr.Row():
-                another = gr.Button("Another one", size="sm", elem_id="another")
-                paint = gr.Button("Paint on it", size="sm", elem_id="paint")
-                save = gr.DownloadButton("Save image", size="sm", elem_id="edit-save")
+                another = gr.Button("Another one", elem_id="another")
+                paint = gr.Button("Paint on it", elem_id="paint")
+                save = gr.DownloadButton("Save image", elem_id="edit-save")
         with gr.Column(scale=5, min_width=280):
             gr.Markdown("Press “Paint on it”, or drop an image of your own. Only what you paint over is generated again.")
             editor = gr.ImageEditor(

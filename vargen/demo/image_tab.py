@@ -48,10 +48,10 @@ def build_image_tab(pipe: VisualPipeline, shared: Shared, scorer: Scorer | None,
                 show_label=False, columns=1, height="auto", object_fit="contain", format="png", interactive=False,
                 elem_id="stage", buttons=["fullscreen", "download"],
             )  # fmt: skip
-        with gr.Column(scale=4, min_width=280):
             with gr.Row():
-                save = gr.DownloadButton("Save image", size="sm", elem_id="save")
-                copy = gr.Button("Copy link", size="sm", elem_id="copy")
+                save = gr.DownloadButton("Save image", elem_id="save")
+                copy = gr.Button("Copy link to share", elem_id="copy")
+        with gr.Column(scale=4, min_width=280):
             strip = gr.Gallery(
                 label="Images of this visit", columns=4, height="auto", object_fit="contain", format="png",
                 interactive=False, allow_preview=False, elem_id="visit", buttons=[],

@@ -35,9 +35,10 @@ class Lane:
 
 def build_race_tab(pipe: VisualPipeline, shared: Shared) -> Mode:
     """Lay out the mode. Slow methods start first, so that the others can be compared with them."""
-    chosen = build_methods(pipe, "racers", multiselect=True, max_choices=_MOST)
     note = gr.Markdown("One prompt and seed, one method after the other. Press Race.", elem_id="race-note")
     track = gr.HTML(elem_id="track")
+    with gr.Accordion("Who races", open=False, elem_id="who"):
+        chosen = build_methods(pipe, "racers", multiselect=True, max_choices=_MOST)
 
     def run(values: Values) -> Iterator[Updates]:
         prompt, seed = shared.read_prompt(values), int(values[shared.seed])
@@ -73,7 +74,8 @@ def describe_race(lanes: Sequence[Lane]) -> str:
     """Return who was first, and who generated the same image, in a line."""
     first = min(lanes, key=lambda lane: lane.progress.seconds if lane.progress else 0.0)
     same = [plain_name(lane.method) for lane in lanes if lane.same]
-    line = f"**{plain_name(first.method)} was first.**"
+    seconds = first.progress.seconds if first.progress else 0.0
+    line = f"**{plain_name(first.method)} was first: {seconds:.2f} seconds.**"
     return f"{line} {' and '.join(same)} gave the same image as {plain_name(lanes[0].method)}." if same else line
 
 
@@ -84,7 +86,7 @@ def render_lanes(lanes: Sequence[Lane], prompt: str, total: int) -> str:
 
 
 def _render_lane(lane: Lane, first: Lane, prompt: str, total: int, longest: float) -> str:
-    progress = lane.progress
+    progress, meaning = lane.progress, SPEEDS.get(lane.method, ("", ""))[1]
     if progress is None:
         image, caption = '<div class="vg-image"></div>', "waiting"
     else:
@@ -98,9 +100,8 @@ def _render_lane(lane: Lane, first: Lane, prompt: str, total: int, longest: floa
         if relaxation := progress.result.stats.relaxation_per_token:
             caption += f", relaxation {relaxation:.3f} per token"
     badge = f'<strong class="vg-badge">✓ Same image as {text(SPEEDS[first.method][0])}</strong>' if lane.same else ""
-    return (
-        f"<figure><figcaption><b>{text(plain_name(lane.method))}</b></figcaption>{image}{bar}<p>{caption}</p>{badge}</figure>"
-    )
+    caption_above = f"<b>{text(plain_name(lane.method))}</b><small>{text(meaning)}</small>"
+    return f"<figure><figcaption>{caption_above}</figcaption>{image}{bar}<p>{caption}</p>{badge}</figure>"
 
 
 def _inline(image: Image.Image) -> str:
