@@ -10,7 +10,7 @@ import gradio as gr
 from PIL import Image
 
 from vargen.demo.calls import Progress, generate, new_file, user_errors
-from vargen.demo.inputs import Mode, Shared, Updates, Values, build_methods, select_method
+from vargen.demo.inputs import COPY_LINK, Mode, Shared, Updates, Values, build_methods, select_method
 from vargen.demo.links import make_link
 from vargen.image_metadata import read_parameters
 from vargen.pipelines.base import VisualPipeline
@@ -35,7 +35,7 @@ def build_image_tab(pipe: VisualPipeline, shared: Shared, scorer: Scorer | None,
     """Lay out the mode. `opening`: HTML that is shown until the first image."""
     with gr.Row(elem_id="options"):
         count = gr.Radio(
-            [("One image", 1), ("Four to choose from", _SEVERAL)], value=1, show_label=False, container=False,
+            [("One image", 1), ("Four", _SEVERAL)], value=1, show_label=False, container=False,
             elem_id="count", elem_classes="chips",
         )  # fmt: skip
         method = build_methods(pipe, "method", pipe.default_method, show_label=False, container=False)
@@ -59,7 +59,7 @@ def build_image_tab(pipe: VisualPipeline, shared: Shared, scorer: Scorer | None,
     with gr.Accordion("Generate a saved image again, and compare it", open=False, elem_id="again"):
         dropped = gr.File(label="A PNG that vargen wrote", file_types=[".png"], type="filepath", height=120, elem_id="drop")
         verdict = gr.Markdown(elem_id="verdict")
-    copy.click(None, shared.link, None, js=_COPY, api_visibility="private")
+    copy.click(None, shared.link, None, js=COPY_LINK, api_visibility="private")
 
     def run(values: Values) -> Iterator[Updates]:
         prompt, name, seed = shared.read_prompt(values), values[method], int(values[shared.seed])
@@ -162,6 +162,3 @@ def _script() -> str:
     from vargen.demo.opening import SCRIPT
 
     return SCRIPT.read_text("utf-8")
-
-
-_COPY = "(link) => { navigator.clipboard.writeText(new URL(link, location.href).href); }"

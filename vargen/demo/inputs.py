@@ -17,6 +17,7 @@ from vargen.values import OPTIONS
 Values = Mapping[Any, Any]  # of components
 Updates = dict[Any, Any]  # of components
 ANY_STYLE = "any"
+COPY_LINK = "(link) => { navigator.clipboard.writeText(new URL(link, location.href).href); }"
 # Methods by what they mean for a visitor. Of those with the same words, the first that the model supports is offered.
 SPEEDS = {
     "gumbel": ("Fast", "the same image as Slow"),

@@ -11,10 +11,11 @@ import torch
 from PIL import Image
 
 from vargen.demo.calls import new_file, watch
-from vargen.demo.inputs import Mode, Shared, Updates, Values, build_methods, select_method
+from vargen.demo.inputs import COPY_LINK, Mode, Shared, Updates, Values, build_methods, select_method
 from vargen.demo.links import make_link
 
 _MAX_BLOCKS = 64
+_EXAMPLES = ("winking face", "beating heart", "waving hand", "horse")
 
 
 def build_video_tab(pipe: Any, shared: Shared, scorer: Any, image_pipe: Any) -> Mode:
@@ -24,12 +25,17 @@ def build_video_tab(pipe: Any, shared: Shared, scorer: Any, image_pipe: Any) -> 
     threshold = pipe.resolve_method(None).threshold
     with gr.Row():
         with gr.Column(scale=5, min_width=280):
-            gr.Markdown("A short loop, which plays while it is generated. Try: winking face, beating heart, waving hand.")
+            examples = gr.Dataset(components=[shared.prompt], samples=[[each] for each in _EXAMPLES], show_label=False)
+            examples.click(lambda sample: sample[0], examples, shared.prompt, show_progress="hidden", api_visibility="private")
+            note = gr.Markdown("A short loop, which plays while it is generated.", elem_id="video-note")
             clip = gr.Image(
-                show_label=False, format="webp", interactive=False, buttons=["download"], elem_id="clip", visible=False,
+                show_label=False, format="webp", interactive=False, buttons=[], elem_id="clip", visible=False,
             )  # fmt: skip
+            with gr.Row(elem_id="video-actions"):
+                save = gr.DownloadButton("Save video", elem_id="video-save")
+                copy = gr.Button("Copy link to share", elem_id="video-copy")
+            copy.click(None, shared.link, None, js=COPY_LINK, api_visibility="private")
         with gr.Column(scale=4, min_width=280):
-            note = gr.Markdown(elem_id="video-note")
             method = build_methods(pipe, "video-method", default)
             blocks = gr.Slider(
                 1, _MAX_BLOCKS, min(_MAX_BLOCKS, int(pipe.setting("num_blocks"))), step=1, label="Length in blocks",
@@ -77,12 +83,19 @@ def build_video_tab(pipe: Any, shared: Shared, scorer: Any, image_pipe: Any) -> 
         link = make_link("video", prompt, seed, name, {}, {})
         length = f"{len(frames)} frames, {len(frames) / pipe.fps:.1f} s of video"
         yield {
+            save: path,
             note: f"**{prompt}**: {length} in {seconds:.1f} s, seed {seed}; {_describe_sources(sources)}.",
             shared.link: link,
         }
 
     return Mode(
-        "Video", "Generate", run, [method, blocks, tau], [clip, note], note, lambda name: select_method(pipe, method, name)
+        "Video",
+        "Generate",
+        run,
+        [method, blocks, tau],
+        [clip, save, note],
+        note,
+        lambda name: select_method(pipe, method, name),
     )
 
 
