@@ -60,8 +60,8 @@ def build_edit_tab(pipe: VisualPipeline, shared: Shared) -> tuple[Mode, list[Own
                 another = gr.Button("Another one", elem_id="another")
                 paint = gr.Button("Paint on it", elem_id="paint")
                 save = gr.DownloadButton("Save image", elem_id="edit-save")
-        with gr.Column(scale=5, min_width=280, visible=False) as easel:
-            gr.Markdown("Only what you paint over is generated again. You may also take an image of your own.")
+        with gr.Column(scale=5, min_width=280):
+            gr.Markdown("Press “Paint on it”, or drop an image of your own. Only what you paint over is generated again.")
             editor = gr.ImageEditor(
                 type="pil", show_label=False, sources=("upload", "clipboard"), height=_HEIGHT,
                 transforms=(), layers=False, canvas_size=(CANVAS, CANVAS), format="png", elem_id="editor", buttons=[],
@@ -120,11 +120,8 @@ def build_edit_tab(pipe: VisualPipeline, shared: Shared) -> tuple[Mode, list[Own
         image = Image.fromarray(shown).resize((CANVAS, CANVAS), Image.Resampling.LANCZOS)
         return {"background": image, "layers": [], "composite": image}
 
-    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-    shown = paint.click(
-        lambda: gr.Column(visible=True), None, easel, **quiet
-    )  # the editor hangs with an image before it is shown
-    shown.then(move, stage, editor, js="(image) => new Promise((done) => setTimeout(done, 500, [image]))", **quiet)
+    # The editor is shown from the start: given an image before it is drawn, it hangs in browsers.
+    paint.click(move, stage, editor, show_progress="hidden", api_visibility="private")
     mode = Mode("Edit", "New image", run, [latest], [stage, latest, note, save], note, on_open=typed)
     typing: list[OwnEvent] = [
         (shared.prompt.input, typed, set()),
