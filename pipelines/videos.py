@@ -98,6 +98,11 @@ class CausalVideoPipelineOutput(BaseOutput):
         return f"<{type(self).__name__}: {len(every)} video{'s' if len(every) != 1 else ''}, {seconds}>"
 
 
+def to_uint8(frames: Tensor) -> np.ndarray:
+    """Return frames `[F, 3, Y, X]`, float in [0, 1], as uint8 `[F, Y, X, 3]` on the CPU."""
+    return frames.mul(255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+
+
 def stack_videos(videos: list[list[Tensor]], output_type: str) -> Any:
     """Join the blocks `[F, ...]` of each video, uint8 for PIL images, in the output type."""
     if output_type == "pil":

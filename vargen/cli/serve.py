@@ -58,13 +58,13 @@ def serve_model(
             raise ImportError(f'vargen serve needs {package}: pip install -c constraints.txt -e ".[serve]"')
     if engine == "local":
         common.reject(ctx, "needs --engine ray", "replicas")
-    from vargen.serving.api import RequestLimits, build_app, read_api_key
+    from vargen.serving.api import RequestLimits, build_app
+    from vargen.serving.server import open_socket, read_api_key, run_server, warm_up
 
     limits, key = RequestLimits(images=max_images, seconds=timeout), read_api_key(os.environ)
     inspected = common.inspect(ctx, model)
     from vargen.pipelines.loading import open_pipeline
     from vargen.serving.engine import GenerationThread
-    from vargen.serving.server import open_socket, run_server, warm_up
 
     if accelerator is not None:
         inspected.validate_method(accelerator)

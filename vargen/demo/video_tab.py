@@ -13,6 +13,7 @@ from PIL import Image
 from vargen.demo.calls import new_file, watch
 from vargen.demo.inputs import COPY_LINK, Mode, Shared, Updates, Values, build_methods, select_method
 from vargen.demo.links import make_link
+from vargen.pipelines.videos import to_uint8
 
 _MAX_BLOCKS = 64
 _EXAMPLES = ("winking face", "beating heart", "waving hand", "horse")
@@ -60,7 +61,7 @@ def build_video_tab(pipe: Any, shared: Shared, scorer: Any, image_pipe: Any) -> 
             )  # fmt: skip
             try:
                 for block in stream:
-                    report((block.record, block.frames.mul(255).round().byte().permute(0, 2, 3, 1).cpu().numpy()))
+                    report((block.record, to_uint8(block.frames)))
             finally:
                 stream.close()
 
@@ -89,7 +90,6 @@ def build_video_tab(pipe: Any, shared: Shared, scorer: Any, image_pipe: Any) -> 
         }
 
     return Mode(
-        "Video",
         "Generate",
         run,
         [method, blocks, tau],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,6 @@ from vargen.values import MAX_SEED, short_repr
 
 logger = logging.getLogger("vargen")
 
-KEY_VARIABLE = "VARGEN_API_KEY"
 KEPT_BYTES = 64 * 2**20  # of images with an address, or of videos, in memory
 _BODY_BYTES, _UPLOAD_BYTES = 64 * 1024, 8 * 2**20  # of a body without and with images
 _CLOSE = {"Connection": "close"}  # because the body is not read, or not to its end
@@ -274,13 +272,6 @@ def keep(files: dict[str, _T], file: _T, size_of: Callable[[_T], int]) -> str:
         if left < 0 and size and key != name:
             del files[key]
     return name
-
-
-def read_api_key(environment: Mapping[str, str]) -> str | None:
-    key = environment.get(KEY_VARIABLE)
-    if key is not None and not re.fullmatch(r"[!-~]+", key):
-        raise ValueError(f"{KEY_VARIABLE} must be printable ASCII characters without spaces, or not set")
-    return key
 
 
 def build_app(

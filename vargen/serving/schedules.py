@@ -20,6 +20,7 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.causal_video import CausalVideoPipeline
 from vargen.pipelines.seeds import resolve_seeds
 from vargen.pipelines.validation import validate_batch_size
+from vargen.pipelines.videos import to_uint8
 from vargen.serving.tasks import Begun, End, Generated, PartialImage, TaskHandle
 
 logger = logging.getLogger("vargen")
@@ -235,8 +236,9 @@ class VideoSchedule(TaskSchedule):
                 stream.close()
                 yield handle, CancelledError() if handle.stopped else end
                 continue
-            frames = block.frames.mul(255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-            frames = frames[: None if handle.task.num_frames is None else handle.task.num_frames - handle.num_sent]
+            frames = to_uint8(block.frames)[
+                : None if handle.task.num_frames is None else handle.task.num_frames - handle.num_sent
+            ]
             handle.num_sent += len(frames)
             handle.send(frames)
 

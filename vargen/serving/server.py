@@ -7,9 +7,11 @@ which is chosen whatever else is installed: that on httptools buffers an endless
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -26,8 +28,16 @@ from vargen.serving.api import APIError, ModelCard, RequestLimits
 from vargen.serving.engine import GenerationThread
 from vargen.serving.tasks import ImageTask
 
+KEY_VARIABLE = "VARGEN_API_KEY"
 _SHUTDOWN_SECONDS = 10  # beyond the time of a request
 _HEADER_BYTES = 16 * 1024
+
+
+def read_api_key(environment: Mapping[str, str]) -> str | None:
+    key = environment.get(KEY_VARIABLE)
+    if key is not None and not re.fullmatch(r"[!-~]+", key):
+        raise ValueError(f"{KEY_VARIABLE} must be printable ASCII characters without spaces, or not set")
+    return key
 
 
 def open_socket(host: str, port: int) -> socket.socket:
