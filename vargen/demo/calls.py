@@ -79,25 +79,28 @@ def watch(work: Callable[[Callable[[Any], None], threading.Event], None]) -> Ite
         stopped.set()
 
 
-def generate(pipe: VisualPipeline, subject: str, seeds: Sequence[int], **options: Any) -> Iterator[Progress | None]:
+def generate(
+    pipe: VisualPipeline, subject: str, seeds: Sequence[int], previews: bool = True, **options: Any
+) -> Iterator[Progress | None]:
     """Generate an image for each seed; closing the iterator ends the call within one pass.
 
     Args:
-        subject: the prompt, or a class by its name or number. options: of the call of the pipeline.
+        subject: the prompt, or a class by its name or number. previews: whether to decode partial images.
+        options: of the call of the pipeline.
     """
 
     def work(report: Callable[[Any], None], stopped: threading.Event) -> None:
-        previews, due = 0.0, 0.0
+        preview_seconds, due = 0.0, 0.0
         start = time.perf_counter()
 
         def after_pass(_: Any, step: int, tokens: int, tensors: dict[str, Any]) -> dict[str, Any]:
-            nonlocal previews, due
+            nonlocal preview_seconds, due
             began = time.perf_counter()
-            if began > due and not stopped.is_set():
+            if previews and began > due and not stopped.is_set():
                 images = pipe.preview(tensors["latents"], tokens)
-                report(Progress(images, tokens, step + 1, began - start - previews))
+                report(Progress(images, tokens, step + 1, began - start - preview_seconds))
                 took = time.perf_counter() - began
-                previews += took
+                preview_seconds += took
                 due = began + took + max(_PREVIEW_SECONDS, _PREVIEW_RATIO * took)
             return {"stop": stopped.is_set()}
 
@@ -109,7 +112,7 @@ def generate(pipe: VisualPipeline, subject: str, seeds: Sequence[int], **options
             **options,
         )
         stats = result.stats
-        report(Progress(result.images, pipe.num_tokens, stats.passes, stats.seconds - previews, result))
+        report(Progress(result.images, pipe.num_tokens, stats.passes, stats.seconds - preview_seconds, result))
 
     yield from watch(work)
 

@@ -10,7 +10,7 @@ import gradio as gr
 import numpy as np
 from PIL import Image
 
-from vargen.demo.calls import generate, new_file, user_errors
+from vargen.demo.calls import generate, new_file
 from vargen.demo.inputs import Mode, Shared, Updates, Values, new_seed
 from vargen.demo.links import make_link
 from vargen.pipelines.base import VisualPipeline
@@ -76,13 +76,12 @@ def build_edit_tab(pipe: VisualPipeline, shared: Shared) -> tuple[Mode, list[Own
 
     def apply(values: Values, source: Source) -> Iterator[Updates]:
         prompt, seed = shared.read_prompt(values), int(values[shared.seed])
-        with user_errors():
-            for progress in generate(pipe, prompt, [seed], **source.arguments()):
-                if progress is None or progress.result is None:
-                    yield {note: gr.skip()}
-                else:
-                    finished = progress
-            path = str(finished.result.save(new_file(f"vargen-{seed}.png")))
+        for progress in generate(pipe, prompt, [seed], previews=False, **source.arguments()):
+            if progress is None:
+                yield {note: gr.skip()}
+            else:
+                finished = progress
+        path = str(finished.result.save(new_file(f"vargen-{seed}.png")))
         what = "Painted part" if source.mask else "Variation" if source.image else f"**{prompt}**"
         updates: Updates = {
             stage: path, latest: source, save: gr.DownloadButton(value=path),
@@ -122,7 +121,7 @@ def build_edit_tab(pipe: VisualPipeline, shared: Shared) -> tuple[Mode, list[Own
 
     # The editor is shown from the start: given an image before it is drawn, it hangs in browsers.
     paint.click(move, stage, editor, show_progress="hidden", api_visibility="private")
-    mode = Mode("Edit", "New image", run, [latest], [stage, latest, note, save], note, on_open=typed)
+    mode = Mode("New image", run, [latest], [stage, latest, note, save], note, on_open=typed)
     typing: list[OwnEvent] = [
         (shared.prompt.input, typed, set()),
         (shared.style.input, typed, set()),

@@ -12,6 +12,7 @@ from PIL import Image
 from vargen.demo.calls import Progress, generate, new_file, user_errors
 from vargen.demo.inputs import COPY_LINK, Mode, Shared, Updates, Values, build_methods, select_method
 from vargen.demo.links import make_link
+from vargen.demo.opening import SCRIPT
 from vargen.image_metadata import read_parameters
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.regeneration import regenerate
@@ -40,7 +41,7 @@ def build_image_tab(pipe: VisualPipeline, shared: Shared, scorer: Scorer | None,
         )  # fmt: skip
         method = build_methods(pipe, "method", pipe.default_method, show_label=False, container=False)
     note = gr.Markdown("Type a prompt and press Enter.", elem_id="note")
-    first = gr.HTML(opening, visible=bool(opening), elem_id="opening", js_on_load=_script() if opening else "")
+    first = gr.HTML(opening, visible=bool(opening), elem_id="opening", js_on_load=SCRIPT.read_text("utf-8") if opening else "")
     past, shown = gr.State([]), gr.State([])
     with gr.Row(elem_id="result", visible=not opening) as result:
         with gr.Column(scale=5, min_width=280):
@@ -125,7 +126,7 @@ def build_image_tab(pipe: VisualPipeline, shared: Shared, scorer: Scorer | None,
     dropped.upload(check_again, dropped, verdict, concurrency_id="generate", api_visibility="private")
     inputs = [count, method, past]
     outputs = [first, result, stage, shown, note, save, past, strip]
-    return Mode("Image", "Generate", run, inputs, outputs, note, lambda name: select_method(pipe, method, name))
+    return Mode("Generate", run, inputs, outputs, note, lambda name: select_method(pipe, method, name))
 
 
 def _show(images: Sequence[Image.Image]) -> list[Image.Image]:
@@ -156,9 +157,3 @@ def _caption(
         return captions, None
     best = scores.index(max(scores))
     return [f"{'best match' if k == best else 'match'} {score:.1f}" for k, score in enumerate(scores)], best
-
-
-def _script() -> str:
-    from vargen.demo.opening import SCRIPT
-
-    return SCRIPT.read_text("utf-8")

@@ -36,14 +36,13 @@ class Mode:
     """One tab of the page.
 
     Attributes:
-        title: of the tab. verb: on the start button.
+        verb: on the start button.
         run: yields updates of `outputs` for the values of all inputs, and in the end of the link.
         inputs: read by `run`, beside those that all modes share. note: says how far a run is.
         set_method: returns the updates that choose a method; ValueError for one that the model has not.
         on_open: like `run`, when a visitor opens the tab.
     """
 
-    title: str
     verb: str
     run: Callable[[Values], Iterator[Updates]]
     inputs: list[Any]

@@ -21,11 +21,9 @@ class Page(gr.Blocks):
     """A page that answers invalid input to its functions with a message, where gradio would print a traceback."""
 
     def validate_inputs(self, block_fn: Any, inputs: list[Any]) -> None:
-        """Raise an error with both counts if there are too few inputs or, for an API endpoint, too many."""
-        expected, public = len(block_fn.inputs), block_fn.api_visibility == "public"
-        if len(inputs) < expected or (public and len(inputs) > expected):
-            name = f"/{block_fn.api_name}" if public else "This function of the page"
-            raise Error(f"{name} takes {expected} inputs, got {len(inputs)}.", print_exception=False)
+        """Raise an error with both counts if there are too few inputs."""
+        if len(inputs) < (expected := len(block_fn.inputs)):
+            raise Error(f"This function of the page takes {expected} inputs, got {len(inputs)}.", print_exception=False)
 
     async def process_api(self, block_fn: Any, *given: Any, **options: Any) -> Any:
         """Process a request like gradio; an error outside our own functions was caused by the content of the request."""

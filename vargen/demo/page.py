@@ -114,7 +114,7 @@ def build_page(models: Models, concurrency: int = 1) -> gr.Blocks:
             if (on_open := modes[name].on_open) is not None:
                 own.append((selected.then, on_open, set()))
         _connect_runs(shared, keep, buttons, modes, session, own, concurrency)
-        _connect_link(page, main, shared, modes, session)
+        _connect_link(page, shared, modes, session)
         if models.has_examples:
             _build_wall(shared, modes, session)
         page.load(None, js=_LEAVE, api_visibility="private")
@@ -221,9 +221,8 @@ def _build_suggestions(known: KnownPrompts, prompt: gr.Textbox, session: Session
     near.click(take, [near, session.order], [prompt, far, near, session.order], **_QUEUED)
 
 
-def _connect_link(page: gr.Blocks, pipe: VisualPipeline, shared: Shared, modes: dict[str, Mode], session: Session) -> None:
+def _connect_link(page: gr.Blocks, shared: Shared, modes: dict[str, Mode], session: Session) -> None:
     """Have a loaded page generate what its address says."""
-
     tab = gr.Textbox(visible=False)
     arrived = gr.State(None)  # changes with a link only: an event that leaves a text alone may still undo what is being typed
 

@@ -61,7 +61,7 @@ def build_race_tab(pipe: VisualPipeline, shared: Shared) -> Mode:
             pipe.validate_method(name)
         return {chosen: names.split(",")}
 
-    return Mode("Race", "Race", run, [chosen], [track, note], note, select)
+    return Mode("Race", run, [chosen], [track, note], note, select)
 
 
 def is_same(one: Lane, other: Lane) -> bool:
