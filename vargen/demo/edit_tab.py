@@ -61,12 +61,12 @@ def build_edit_tab(pipe: VisualPipeline, shared: Shared) -> tuple[Mode, list[Own
                 paint = gr.Button("Paint on it", elem_id="paint")
                 save = gr.DownloadButton("Save image", elem_id="edit-save")
         with gr.Column(scale=5, min_width=280):
-            gr.Markdown("Press “Paint on it”, or drop an image of your own. Only what you paint over is generated again.")
+            gr.Markdown("Only what you paint over is generated again.")
             editor = gr.ImageEditor(
                 type="pil", show_label=False, sources=("upload", "clipboard"), height=_HEIGHT,
                 transforms=(), layers=False, canvas_size=(CANVAS, CANVAS), format="png", elem_id="editor", buttons=[],
                 brush=gr.Brush(default_size=45, colors=["#4f46e5b0"], color_mode="fixed"),
-                placeholder=" ",
+                placeholder="Press “Paint on it”, or drop an image of your own.",
             )  # fmt: skip
             strength = gr.Slider(
                 0.05, 1, DEFAULT_VARIATION_STRENGTH, step=0.05, label="Or vary all of it: how different", elem_id="strength",

@@ -34,12 +34,6 @@ def describe(progress: Progress, baseline: int) -> str:
 
 def build_image_tab(pipe: VisualPipeline, shared: Shared, scorer: Scorer | None, opening: str) -> Mode:
     """Lay out the mode. `opening`: HTML that is shown until the first image."""
-    with gr.Row(elem_id="options"):
-        count = gr.Radio(
-            [("One image", 1), ("Four", _SEVERAL)], value=1, show_label=False, container=False,
-            elem_id="count", elem_classes="chips",
-        )  # fmt: skip
-        method = build_methods(pipe, "method", pipe.default_method, show_label=False, container=False)
     note = gr.Markdown("Type a prompt and press Enter.", elem_id="note")
     first = gr.HTML(opening, visible=bool(opening), elem_id="opening", js_on_load=SCRIPT.read_text("utf-8") if opening else "")
     past, shown = gr.State([]), gr.State([])
@@ -57,6 +51,12 @@ def build_image_tab(pipe: VisualPipeline, shared: Shared, scorer: Scorer | None,
                 label="Images of this visit", columns=4, height="auto", object_fit="contain", format="png",
                 interactive=False, allow_preview=False, elem_id="visit", buttons=[],
             )  # fmt: skip
+    with gr.Row(elem_id="options"):
+        count = gr.Radio(
+            [("One image", 1), ("Four", _SEVERAL)], value=1, show_label=False, container=False,
+            elem_id="count", elem_classes="chips",
+        )  # fmt: skip
+        method = build_methods(pipe, "method", pipe.default_method, show_label=False, container=False)
     with gr.Accordion("Generate a saved image again, and compare it", open=False, elem_id="again"):
         dropped = gr.File(label="A PNG that vargen wrote", file_types=[".png"], type="filepath", height=120, elem_id="drop")
         verdict = gr.Markdown(elem_id="verdict")

@@ -22,7 +22,7 @@ COPY_LINK = "(link) => { navigator.clipboard.writeText(new URL(link, location.hr
 SPEEDS = {
     "gumbel": ("Fast", "the same image as Slow"),
     "auto": ("Fast", "the same image as Slow"),
-    "mulo": ("Fastest", "another image, often less good"),
+    "mulo": ("Fewest steps", "another image, often less good"),
     "ar": ("Slow", "one token per step"),
     "code": ("Fast", "fine details by a smaller model"),
     "plain": ("Slow", "all by the large model"),
