@@ -23,7 +23,7 @@ from vargen.decoding import PRESETS, Accelerator
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages(ROOT)])
 # What was written once keeps the commands of its time.
-DATED = {ROOT / "CHANGELOG.md", ROOT / "docs" / "log.md", *(ROOT / "benchmarks").glob("*_20*.md")}
+DATED = {ROOT / "CHANGELOG.md", ROOT / "docs" / "dev" / "log.md", *(ROOT / "benchmarks").glob("*_20*.md")}
 CURRENT_PAGES = pytest.mark.parametrize(
     "page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages(ROOT) if page not in DATED]
 )
@@ -164,7 +164,7 @@ def test_usage_runs(
     names = {'"emoji"': tiny_model, '"var-d16"': tiny_scale_model, '"emoji-video"': video_model}
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {"torch": torch}
-    for block in blocks(ROOT / "docs/usage.md", "python"):
+    for block in blocks(ROOT / "docs/guide.md", "python"):
         if block.runs:
             code = block.code
             for name, folder in names.items():
