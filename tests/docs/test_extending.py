@@ -1,9 +1,10 @@
-"""docs/extending.md is run as it stands: its files, its lines, its tests, its proofs."""
+"""docs/extending.md and examples/extending are run as they stand: files, lines, tests, proofs."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from markdown import blocks, commands
+from markdown import blocks, commands, prose
 from recorded_graph import RecordedGraph, captured_passes
 from rejects import rejects
 from tiny_models import class_pipeline, text_pipeline, tiny_transformer
@@ -28,11 +29,12 @@ from vargen.pipelines.loading import FAMILIES, inspect_model
 
 @pytest.fixture
 def guide(repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """The guide's files in the current folder; those that are shown in parts are put together."""
+    """The guide's files in the current folder, and those that it links to; those that are shown in parts are put together."""
     files: dict[str, str] = defaultdict(str)
     for block in blocks(repo_root / "docs/extending.md", "python"):
-        if block.file:
-            files[block.file] += block.code
+        assert block.file, "every block is a file"
+        files[block.file] += block.code
+    files |= {path.name: path.read_text("utf-8") for path in sorted((repo_root / "examples/extending").glob("*.py"))}
     for name, code in files.items():
         (tmp_path / name).write_text(code, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -79,11 +81,9 @@ def test_the_methods_and_the_scorer_generate_images(guide: dict[str, str], repo_
     assert torch.equal(generated(methods.lookup_shared), generated("ar"))
     for method in (methods.medusa_like, methods.lookup):
         assert pipe("a red apple", accelerator=method).stats.accelerator == method.name
+    (call,) = re.findall(r"`(pipe\(.*scorer=.*\))`", prose(repo_root / "docs/extending.md"))
     scope = {"pipe": pipe, **vars(importlib.import_module("colorfulness"))}
-    (call,) = [block for block in blocks(repo_root / "docs/extending.md", "python") if not block.file]
-    if call.runs:
-        exec(call.code, scope)
-        assert len(scope["result"].images) == 1
+    assert len(eval(call, scope).images) == 1
 
 
 @pytest.mark.parametrize("name", ["lookup", "lookup_shared"])

@@ -1,4 +1,4 @@
-"""docs/models.md says which methods a model runs as `pipe.list_methods()` does. Run as a script, this file writes the table again."""
+"""docs/models.md says which methods a model runs, as `pipe.list_methods()` does. As a script, this file writes the table again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vargen.compat import installed_version
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 BEGIN, END = "<!-- by tests/pipelines/test_methods_of_models.py -->\n", "<!-- end -->\n"
-# What a reason of `list_methods` names -> what is missing. Only families with a component for it can have a low-resolution model.
+# What a reason of `list_methods` names -> what is missing. Not every family has a component for a low-resolution model.
 MISSING = {"low resolution": "low-resolution model", "trained for the model": "trained head", "draft": "draft model"}
 
 
