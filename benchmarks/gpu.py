@@ -108,8 +108,7 @@ def measure_passes(device: str) -> Iterator[Case]:
     """Milliseconds of a pass by its tokens, beside reading the weights once; official sizes have random weights."""
     import torch
 
-    from vargen.evaluation.networks import open_benchmark_model
-    from vargen.evaluation.speed import decode_images, measure_steps
+    from vargen.bench.passes import decode_images, measure_steps, open_benchmark_model
 
     def measure(network: Any, widths: list[int], variant: str) -> Row:
         use(variant)
@@ -138,8 +137,8 @@ def measure_passes(device: str) -> Iterator[Case]:
 
 def measure_methods(device: str) -> Iterator[Case]:
     """Seconds per image of core methods, each beside the baseline in the same run; then `gumbel` on an official size."""
+    from vargen.bench.compare import compare_methods
     from vargen.decoding import resolve_method
-    from vargen.evaluation.compare import compare_methods
 
     histogram: list[int] = []
 
@@ -170,12 +169,11 @@ def replay(device: str, variant: str, histogram: list[int]) -> Row:
     """
     import torch
 
+    from vargen.bench.passes import decode_images, open_benchmark_model
     from vargen.decoding import resolve_method
     from vargen.decoding.interfaces import AcceptanceRule
     from vargen.decoding.noise import Purpose
     from vargen.decoding.tree import Verdict
-    from vargen.evaluation.networks import open_benchmark_model
-    from vargen.evaluation.speed import decode_images
 
     counts = torch.tensor([0, *histogram[1:]], dtype=torch.float64, device=device)
     cumulative = (counts.cumsum(0) / counts.sum()).float()
@@ -202,8 +200,7 @@ def measure_batches(device: str) -> Iterator[Case]:
     """Tokens per second and peak memory by batch size."""
     import torch
 
-    from vargen.evaluation.networks import open_benchmark_model
-    from vargen.evaluation.speed import decode_images
+    from vargen.bench.passes import decode_images, open_benchmark_model
 
     def measure(network: Any, batch: int, method: str) -> Row:
         use(variants(device)[-1])

@@ -13,7 +13,7 @@ import torch
 import vargen
 from vargen import Accelerator
 from vargen.decoding import Jacobi, speculative_sampling
-from vargen.evaluation.exactness import check_exactness
+from vargen.verify.exactness import check_exactness
 
 mine = Accelerator(
     name="mine",

@@ -41,7 +41,7 @@ PACKAGE_TESTS = (
     "cli",
     "convert",
     "demo",
-    "evaluation",
+    "eval",
     "models/test_compact.py",
     "models/test_manifest.py",
     "models/test_text_encoder.py",
@@ -96,13 +96,13 @@ EXTENDED_TESTS = (
 EXTENDED_ON_ALL_SETS = ("demo/test_browser.py", "training/test_heads.py")
 # Files with tests that wait for other processes for long, or take longest: they begin, so that others run beside them.
 LONGEST = (
-    "evaluation/test_ray_backend.py",
+    "eval/test_ray_backend.py",
     "demo/test_app.py",
     "decoding/test_exactness.py",
     "serving/test_soak.py",
     "recipes/test_scripts.py",
     "benchmarks/test_gpu.py",
-    "evaluation/test_generation.py",
+    "eval/test_generation.py",
 )
 
 

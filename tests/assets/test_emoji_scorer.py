@@ -4,9 +4,8 @@ import pytest
 import torch
 from PIL import Image
 
-from vargen.evaluation.evaluate import REFERENCE
-from vargen.evaluation.features import load_extractor
-from vargen.evaluation.reference_statistics import FeatureStatistics
+from vargen.eval.features import FeatureStatistics, load_extractor
+from vargen.eval.score import REFERENCE
 from vargen.scoring.image_text import ImageTextScorer, scorer_folder
 
 

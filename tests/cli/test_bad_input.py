@@ -193,7 +193,7 @@ def test_an_output_that_is_a_file_of_the_model(refused: Any, text_model: Path) -
 @pytest.mark.parametrize(("words", "package", "extra"), [
     (("generate", "a cat", "--model", "VIDEO", "-o", "a.mp4", "-q"), "av", "video"),
     (("eval", "--model", "TEXT", "-o", "out", "--scorers", "clip:model=ViT-B-32"), "vargen.scoring.clip", "eval"),
-    (("eval", "--generate-only", "--model", "TEXT", "-o", "out", "--backend", "ray"), "vargen.evaluation.ray_backend", "ray"),
+    (("eval", "--generate-only", "--model", "TEXT", "-o", "out", "--backend", "ray"), "vargen.eval.ray", "ray"),
 ])  # fmt: skip
 def test_a_missing_package_is_one_line_with_the_command_that_installs_it(
     words: Any, package: str, extra: str, run: Any, models: dict[str, str], repo_root: Path, monkeypatch: pytest.MonkeyPatch

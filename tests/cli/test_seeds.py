@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 
 from vargen import open_pipeline
+from vargen.bench.compare import compare_methods
 from vargen.decoding import PRESETS, Sampling
-from vargen.evaluation.compare import compare_methods
-from vargen.evaluation.generation import GenerationPlan, generate_missing_images
-from vargen.evaluation.video import compare_video_methods
+from vargen.eval.run import GenerationPlan, generate_missing_images
+from vargen.eval.video import compare_video_methods
 from vargen.serving.engine import GenerationThread
 from vargen.serving.tasks import ImageTask, VideoTask
 

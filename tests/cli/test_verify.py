@@ -13,7 +13,7 @@ import torch
 from vargen import Accelerator
 from vargen.decoding import Jacobi, Purpose, Speculative, acceptance_rule, speculative_sampling
 from vargen.decoding.experimental import recursive_rejection
-from vargen.evaluation.known_wrong import resample_from_p, couple_by_one_uniform
+from vargen.verify.controls import resample_from_p, couple_by_one_uniform
 
 good = Accelerator("good", Jacobi(3, "maximal"), speculative_sampling)
 wrong = resample_from_p

@@ -22,7 +22,7 @@ from vargen.decoding import (
     shared_noise,
     speculative_sampling,
 )
-from vargen.evaluation.table_models import TableModel
+from vargen.verify.tables import TableModel
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -42,8 +42,8 @@ from vargen.decoding.experimental import (
     k_seq,
 )
 from vargen.decoding.video.denoising import shift_level, shifted_levels
-from vargen.evaluation.table_models import TableModel
 from vargen.models.causal_video.decoding import CausalVideoBlockModel
+from vargen.verify.tables import TableModel
 
 SMALL = TableModel(vocab=3, tokens=5)
 # Without layers to skip.

@@ -23,7 +23,7 @@ from vargen.decoding import (
 )
 from vargen.decoding.engine import Engine
 from vargen.decoding.requests import FinishedImage
-from vargen.evaluation.table_models import TableModel
+from vargen.verify.tables import TableModel
 
 JOINING = [*PRESETS_OF_TOKENS, *(name for name in ("jacobi, low-res", "local repair", "draft model, shared noise"))]
 SEEDS, CONDITION = torch.arange(100, 105), torch.tensor([0, 1, 1, 0, 1])

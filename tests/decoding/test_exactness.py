@@ -1,6 +1,6 @@
 """The proof: every exact rule, drafter, and topology sums to the target's distribution; known-wrong variants do not.
 
-Passes are summed over all drafts and all outcomes of the rule (`vargen.evaluation.exact_sum`). A few whole runs are sampled, as
+Passes are summed over all drafts and all outcomes of the rule (`vargen.verify.exact_sum`). A few whole runs are sampled, as
 a second, independent check.
 """
 
@@ -36,8 +36,9 @@ from vargen.decoding.experimental import Recycle, Wavefront, WavefrontRule
 from vargen.decoding.jacobi import couple_maximally
 from vargen.decoding.noise import Purpose
 from vargen.decoding.rules import acceptance_rule, gather_p_and_q, residual_weights, verify_chain
-from vargen.evaluation.exact_sum import ReusedNoiseError, sum_pass
-from vargen.evaluation.exactness import (
+from vargen.verify.controls import CONTROLS
+from vargen.verify.exact_sum import ReusedNoiseError, sum_pass
+from vargen.verify.exactness import (
     CASES,
     DETECTED,
     SCALE_CASES,
@@ -49,8 +50,7 @@ from vargen.evaluation.exactness import (
     sum_case,
     sum_control,
 )
-from vargen.evaluation.known_wrong import CONTROLS
-from vargen.evaluation.table_models import TableModel
+from vargen.verify.tables import TableModel
 
 METHODS = [preset for preset in PRESETS.values() if preset.paradigm != "video"]
 SMALL = Case("1 x 4", 4)

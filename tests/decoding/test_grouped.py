@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vargen.decoding import Draft, GroupedRule, Noise, Purpose, Tree
-from vargen.evaluation.table_models import TableModel
+from vargen.verify.tables import TableModel
 
 
 def window_of_laws(images: int, vocab: int, drafts: int, seed: int = 0) -> tuple[torch.Tensor, Draft, Noise]:

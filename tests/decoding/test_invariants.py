@@ -29,7 +29,7 @@ from vargen.decoding import (
 from vargen.decoding.experimental import recursive_rejection
 from vargen.decoding.interfaces import AcceptanceRule
 from vargen.decoding.sampling import to_probs
-from vargen.evaluation.table_models import ScaleTable
+from vargen.verify.tables import ScaleTable
 
 every_method = pytest.mark.parametrize("name", METHODS)
 

@@ -24,8 +24,8 @@ from vargen.decoding.token_pass import TokenPass
 from vargen.decoding.window import (
     WidthController,
 )
-from vargen.evaluation.table_models import TableLowRes, TableModel
 from vargen.kernels.host import Clock
+from vargen.verify.tables import TableLowRes, TableModel
 
 
 @pytest.mark.parametrize("width", [2, 7, 24])

@@ -20,7 +20,7 @@ from vargen.decoding import (
     shared_noise,
 )
 from vargen.decoding.sampling import to_probs
-from vargen.evaluation.table_models import TableModel
+from vargen.verify.tables import TableModel
 
 TREES = {
     "chain of 1": (-1, 0),

@@ -17,10 +17,10 @@ from vargen.decoding import (
 )
 from vargen.decoding.experimental import Wavefront, WavefrontRule
 from vargen.decoding.noise import Purpose
-from vargen.evaluation.exact_sum import sum_pass
-from vargen.evaluation.exactness import DETECTED, TOLERANCE, Case
-from vargen.evaluation.table_models import TableLowRes, TableModel
 from vargen.kernels import ops
+from vargen.verify.exact_sum import sum_pass
+from vargen.verify.exactness import DETECTED, TOLERANCE, Case
+from vargen.verify.tables import TableLowRes, TableModel
 
 GRID = Case("three rows of two", tokens=6, rows=3)
 SUMMED = Case("three rows of two, 2 codes", tokens=6, rows=3, vocab=2)

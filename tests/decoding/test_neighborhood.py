@@ -23,9 +23,9 @@ from vargen.decoding.experimental import JacobiTree
 from vargen.decoding.neighbors import build_neighbor_table
 from vargen.decoding.noise import Purpose
 from vargen.decoding.rules import acceptance_rule
-from vargen.evaluation.table_models import TableModel
 from vargen.files import cache_folder
 from vargen.kernels import dispatch
+from vargen.verify.tables import TableModel
 
 GREEDY = Sampling(temperature=0.0)
 

@@ -24,9 +24,9 @@ from vargen.decoding import (
 from vargen.decoding.experimental import JacobiTree, SampledTree, SpeculativeTree, TypicalRule
 from vargen.decoding.noise import Purpose
 from vargen.decoding.tree_rules import DraftTokens
-from vargen.evaluation.exact_sum import sum_pass
-from vargen.evaluation.exactness import DETECTED, TOLERANCE, Case
-from vargen.evaluation.table_models import TableEagle, TableModel
+from vargen.verify.exact_sum import sum_pass
+from vargen.verify.exactness import DETECTED, TOLERANCE, Case
+from vargen.verify.tables import TableEagle, TableModel
 
 # -- the law of one step, by enumeration ------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from vargen.decoding import PRESETS, Noise, Progress, Purpose, Sampling, ScaleSchedule, Stage, decode_scales
 from vargen.decoding.sampling import to_probs
-from vargen.evaluation import exactness
-from vargen.evaluation.table_models import ScaleTable
+from vargen.verify import exactness
+from vargen.verify.tables import ScaleTable
 
 
 def tables(**changed) -> ScaleTable:

@@ -24,11 +24,11 @@ from vargen.decoding import (
     tree_drafters,
 )
 from vargen.decoding.experimental import EagleSharedNoise, SampledTree, k_seq, recursive_rejection
-from vargen.evaluation.table_models import TableEagle, TableMedusa, TableModel
 from vargen.models.guidance import Condition, Guidance
 from vargen.models.heads.decoding import EagleModel, MedusaHeads
 from vargen.models.heads.network import EagleDrafter, MedusaDrafter
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
+from vargen.verify.tables import TableEagle, TableMedusa, TableModel
 
 TREE = DynamicTree(nodes=5, depth=2, children=2)
 

@@ -18,7 +18,7 @@ from vargen.decoding import (
 from vargen.decoding.experimental import SpeculativeTree, k_seq, recursive_rejection
 from vargen.decoding.rules import acceptance_rule
 from vargen.decoding.tree_rules import SiblingDecision, verify_siblings
-from vargen.evaluation.table_models import TableModel
+from vargen.verify.tables import TableModel
 
 # -- laws beyond exactness ----------------------------------------------------------------------------------------------
 

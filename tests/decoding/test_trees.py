@@ -22,8 +22,8 @@ from vargen.decoding import (
 from vargen.decoding.experimental import JacobiTree, SampledTree, SpeculativeTree, k_seq, recursive_rejection
 from vargen.decoding.experimental.eagle_children import SharedNoise, TopK
 from vargen.decoding.tree_drafters import Children, Frontier, grow_tree
-from vargen.evaluation.table_models import TableModel
 from vargen.kernels.noise_bits import sample_exponential
+from vargen.verify.tables import TableModel
 
 COMPLETE = DynamicTree(6, 2, 2)
 

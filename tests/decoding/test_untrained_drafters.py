@@ -14,7 +14,7 @@ from vargen.decoding import (
 )
 from vargen.decoding.experimental import LayerSkip, Lookup, Recycle
 from vargen.decoding.experimental.earlier_tokens import count_continuations
-from vargen.evaluation.table_models import TableModel
+from vargen.verify.tables import TableModel
 
 DRAFTERS = {
     "layer-skip": LayerSkip(3),

@@ -27,7 +27,7 @@ from vargen.decoding import (
 from vargen.decoding.noise import Purpose
 from vargen.decoding.video.denoising import BlockGenerator, make_block_noise, shifted_levels
 from vargen.decoding.video.policies import Policy
-from vargen.evaluation.video import DRAFTS
+from vargen.eval.video import DRAFTS
 from vargen.kernels.noise_bits import sample_normal
 from vargen.models.causal_video.decoding import CausalVideoBlockModel
 from vargen.models.guidance import Guidance

@@ -14,13 +14,13 @@ from tiny_language_models import make_chameleon, make_emu3, make_glm, make_janus
 import vargen
 from vargen.compat import installed_version
 from vargen.decoding import PRESETS, Sampling, Tree, decode, list_methods
-from vargen.evaluation.exact_sum import sum_pass
 from vargen.models.heads.network import EagleDrafter, MedusaDrafter
 from vargen.models.transformers import supported
 from vargen.models.transformers.base import PromptRows
 from vargen.models.transformers.decoding import TransformersTokenModel
 from vargen.models.transformers.supported import Emu3, Janus, PreviewDrafter, describe_language_model
 from vargen.training.teachers import make_teacher
+from vargen.verify.exact_sum import sum_pass
 
 pytestmark = needs_janus
 PROMPTS = ["a red apple", "a blue car on the moon", "dog"]

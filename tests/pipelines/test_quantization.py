@@ -20,14 +20,14 @@ from torch import Tensor
 
 from vargen import LlamaGenPipeline, open_pipeline
 from vargen.decoding import Output, Sampling, Tree, resolve_method
-from vargen.evaluation.exact_sum import sum_pass
-from vargen.evaluation.exactness import DETECTED, TOLERANCE
 from vargen.kernels import dispatch
 from vargen.kernels.int8 import load as cpu_code
 from vargen.models.guidance import Condition
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
 from vargen.models.quantization import linear_layers, quantize_network, quantize_weights_on_gpu, validate_quantization
 from vargen.pipelines.regeneration import describe_environment
+from vargen.verify.exact_sum import sum_pass
+from vargen.verify.exactness import DETECTED, TOLERANCE
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tiny_models import class_pipeline, text_pipeline
 from tiny_video import randomised
 
 from vargen.assets import packaged_model_path
-from vargen.evaluation.video import DRAFTS
+from vargen.eval.video import DRAFTS
 from vargen.models.causal_video.network import CausalVideoLoRA
 from vargen.pipelines.causal_video import CausalVideoPipeline
 from vargen.pipelines.loading import open_pipeline

@@ -32,7 +32,7 @@ from vargen.decoding.experimental import (
     recursive_rejection,
 )
 from vargen.decoding.experimental.eagle_children import SharedNoise, TopK
-from vargen.evaluation.exactness import CASES, Case
+from vargen.verify.exactness import CASES, Case
 
 SHAPES: dict[str, DynamicTree] = {
     "chain of 1": DynamicTree(1, 1, 1),

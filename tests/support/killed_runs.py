@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vargen.evaluation.generation import GenerationPlan, generate_missing_images
-from vargen.evaluation.run_directory import read_manifest
+from vargen.eval.run import GenerationPlan, generate_missing_images
+from vargen.eval.run_directory import read_manifest
 
 
 def images(output: Path) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vargen.decoding import Method, Sampling, decode, decode_scales
 from vargen.decoding.sampling import to_probs
-from vargen.evaluation.table_models import ScaleTable, TableModel, encode_sequences
+from vargen.verify.tables import ScaleTable, TableModel, encode_sequences
 
 
 def sample_images(method: Method, model: TableModel | ScaleTable, sampling: Sampling, samples: int) -> float:

@@ -41,7 +41,7 @@ from vargen.decoding.experimental import (
 )
 from vargen.decoding.experimental.eagle_children import SharedNoise, TopK
 from vargen.decoding.relaxed_rules import RelaxedRule
-from vargen.evaluation.table_models import TableEagle, TableLowRes, TableMedusa, TableModel
+from vargen.verify.tables import TableEagle, TableLowRes, TableMedusa, TableModel
 
 VOCAB, TOKENS = 9, 30
 

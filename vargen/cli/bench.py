@@ -12,7 +12,7 @@ from vargen.device import set_threads
 from vargen.values import require_int
 
 if TYPE_CHECKING:
-    from vargen.evaluation.speed import StepReport
+    from vargen.bench.passes import StepReport
 
 
 def bench(
@@ -40,9 +40,8 @@ def bench(
     common.check_outputs(ctx.params, {})
     import_libraries()
     set_threads(threads)
+    from vargen.bench.passes import measure_steps, official_sizes, open_benchmark_model, validate_benchmark_model
     from vargen.device import summarize_machine
-    from vargen.evaluation.networks import official_sizes, open_benchmark_model, validate_benchmark_model
-    from vargen.evaluation.speed import measure_steps
     from vargen.pipelines.loading import inspect_model
 
     sizes = official_sizes()

@@ -12,8 +12,8 @@ from vargen.cli.common import OutputFile, image_option, video_option
 from vargen.cli.console import print_status, progress_bar, table
 
 if TYPE_CHECKING:
-    from vargen.evaluation.compare import Comparison
-    from vargen.evaluation.video import VideoComparison
+    from vargen.bench.compare import Comparison
+    from vargen.eval.video import VideoComparison
     from vargen.pipelines.base import VisualPipeline
 
 
@@ -58,9 +58,9 @@ def compare(
     inspected = common.inspect(ctx, model)
     if methods is not None:
         select_methods(inspected, methods)  # before weights are read
+    from vargen.bench.compare import compare_methods
     from vargen.device import summarize_machine
-    from vargen.evaluation.compare import compare_methods
-    from vargen.evaluation.contact_sheets import method_grid
+    from vargen.eval.contact_sheets import method_grid
     from vargen.pipelines.loading import open_pipeline
     from vargen.pipelines.validation import validate_seed
 
@@ -96,7 +96,7 @@ def select_methods(pipe: Any, methods: str | list[str] | None) -> dict[str, Any]
     By default, these are all that the model can run, but for the one that selects among others; of video, also drafts alone.
     """
     from vargen.decoding import DEFAULT_METHOD, list_methods
-    from vargen.evaluation.video import DRAFTS
+    from vargen.eval.video import DRAFTS
     from vargen.specs import split_specs
 
     own = {DRAFTS.name: DRAFTS} if pipe.fps is not None else {}
@@ -125,8 +125,8 @@ def compare_videos(
     Args:
         model: without weights. scorers, extractor: what measures the finished videos; see `vargen eval --help`.
     """
-    from vargen.evaluation.features import load_extractor
-    from vargen.evaluation.video import compare_video_methods
+    from vargen.eval.features import load_extractor
+    from vargen.eval.video import compare_video_methods
     from vargen.pipelines.loading import open_pipeline
     from vargen.scoring import open_scorer
     from vargen.specs import split_specs
@@ -160,7 +160,7 @@ def compare_videos(
 
 def save_strips(comparison: VideoComparison, file: OutputFile) -> Path:
     """Write one image of frames, a row per method."""
-    from vargen.evaluation.contact_sheets import frame_strips
+    from vargen.eval.contact_sheets import frame_strips
 
     parameters = {"methods": list(comparison.frames), "seed": comparison.seed}
     return common.save_image(frame_strips(comparison), file, parameters)
@@ -168,7 +168,7 @@ def save_strips(comparison: VideoComparison, file: OutputFile) -> Path:
 
 def video_table(comparison: VideoComparison) -> str:
     """Format a comparison of video methods for the terminal."""
-    from vargen.evaluation.report import VIDEO_COLUMNS, table_cells
+    from vargen.eval.report import VIDEO_COLUMNS, table_cells
 
     heads, rows = table_cells(VIDEO_COLUMNS, comparison.methods)
     head = f"{len(comparison.prompts)} videos of {comparison.blocks} blocks, scored by {comparison.scorer}"

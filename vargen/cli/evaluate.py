@@ -17,11 +17,11 @@ from vargen.device import select_device
 from vargen.values import short_repr
 
 if TYPE_CHECKING:
-    from vargen.evaluation.evaluate import EvaluationResult
-    from vargen.evaluation.generation import Backend
-    from vargen.evaluation.measurement import MetricModels
-    from vargen.evaluation.reference_statistics import FeatureStatistics
-    from vargen.evaluation.run_directory import RunDirectory
+    from vargen.eval.features import FeatureStatistics
+    from vargen.eval.measurement import MetricModels
+    from vargen.eval.run import Backend
+    from vargen.eval.run_directory import RunDirectory
+    from vargen.eval.score import EvaluationResult
     from vargen.pipelines.base import VisualPipeline
 
 GENERATION, METRICS, OF_IMAGES = "Generation", "Metrics", "With --images"
@@ -152,8 +152,8 @@ def evaluate(
         common.reject(ctx, "is for image models, and this model generates video", "reference", "resize")
         evaluate_videos(ctx, inspected, output)
         return
-    from vargen.evaluation.generation import GenerationPlan, generate_missing_images, select_classes
-    from vargen.evaluation.run_directory import RunDirectory
+    from vargen.eval.run import GenerationPlan, generate_missing_images, select_classes
+    from vargen.eval.run_directory import RunDirectory
     from vargen.pipelines.validation import validate_prompts
     from vargen.specs import split_specs
 
@@ -204,8 +204,8 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 def select_backend(ctx: typer.Context) -> Backend:
     """Select where images are generated and scored: in this process, or on Ray."""
-    from vargen.evaluation.generation import run_locally
-    from vargen.evaluation.ray_backend import ray_backend
+    from vargen.eval.ray import ray_backend
+    from vargen.eval.run import run_locally
 
     place = select_device(ctx.params["device"]).type
     on_ray = ctx.params["backend"] == "ray"
@@ -218,9 +218,9 @@ def load_metrics(ctx: typer.Context, model: str, run: RunDirectory | None) -> tu
     Args:
         model: provides the default scorer and extractor; empty for none. run: keeps measurements of the reference.
     """
-    from vargen.evaluation.evaluate import default_reference, load_reference
-    from vargen.evaluation.measurement import MetricModels
-    from vargen.evaluation.run_directory import MEASUREMENTS
+    from vargen.eval.measurement import MetricModels
+    from vargen.eval.run_directory import MEASUREMENTS
+    from vargen.eval.score import default_reference, load_reference
     from vargen.scoring import default_scorer
     from vargen.specs import split_specs
 
@@ -242,7 +242,7 @@ def load_metrics(ctx: typer.Context, model: str, run: RunDirectory | None) -> tu
 
 def score_run(ctx: typer.Context, run: RunDirectory, models: MetricModels, reference: FeatureStatistics | None) -> None:
     """Score the images of a run, and write its report, plot and images."""
-    from vargen.evaluation.evaluate import evaluate_run, write_report_files
+    from vargen.eval.score import evaluate_run, write_report_files
 
     with progress_bar("scoring", "images") as show:
         found = evaluate_run(run, models, reference, select_backend(ctx), show)
@@ -257,10 +257,10 @@ def evaluate_images(ctx: typer.Context, path: Path) -> None:
     samples, saved = (common.result_file(ctx.params[name], ".npz", name) for name in names)
     common.check_outputs(ctx.params, {"export_samples": [samples], "save_reference": [saved]})
     import_libraries()
-    from vargen.evaluation.evaluate import evaluate_folder, evaluate_samples, export_adm_samples, statistics_of
-    from vargen.evaluation.features import Extractor
-    from vargen.evaluation.image_files import list_images
-    from vargen.evaluation.run_directory import RUN_FILE, RunDirectory
+    from vargen.eval.features import Extractor
+    from vargen.eval.run import list_images
+    from vargen.eval.run_directory import RUN_FILE, RunDirectory
+    from vargen.eval.score import evaluate_folder, evaluate_samples, export_adm_samples, statistics_of
 
     if (path / RUN_FILE).is_file():
         common.reject(ctx, f"is for a folder of images, and {str(path)!r} is a run", "prompt_file", *names)
@@ -301,7 +301,7 @@ def evaluate_images(ctx: typer.Context, path: Path) -> None:
 
 def write_result(ctx: typer.Context, found: EvaluationResult, save: Callable[[], list[Path]]) -> None:
     """Write the table for the terminal or the JSON document, and other files."""
-    from vargen.evaluation.report import group_notes, image_columns, table_cells, to_json
+    from vargen.eval.report import group_notes, image_columns, table_cells, to_json
 
     heads, rows = table_cells(image_columns(found.rows, found.baseline), found.rows)
     lines = [table(heads, rows, "<" + ">" * (len(heads) - 1)), *(f"note: {note}" for note in group_notes(found.rows)), ""]
@@ -311,7 +311,7 @@ def write_result(ctx: typer.Context, found: EvaluationResult, save: Callable[[],
 def evaluate_videos(ctx: typer.Context, model: VisualPipeline, folder: Path) -> None:
     """Compare the methods of a video model, and write metrics.json, report.md and strips.png."""
     from vargen.device import describe_machine
-    from vargen.evaluation.report import video_to_markdown
+    from vargen.eval.report import video_to_markdown
 
     prompts, options = common.read_prompts(ctx.params["prompt_file"]), common.chosen(ctx, "scorers", "extractor")
     prompts = [prompts[k % len(prompts)] for k in range(ctx.params["num_images"] or len(prompts))]

@@ -284,7 +284,7 @@ def _summarize(result: Any) -> str:
 
 
 def _write_contact_sheet(records: list[dict[str, Any]], file: OutputFile, parameters: dict[str, Any]) -> None:
-    from vargen.evaluation.contact_sheets import contact_sheet
+    from vargen.eval.contact_sheets import contact_sheet
 
     captions = [str(record.get("prompt", record.get("class_label"))) for record in records]
     images = [common.read_source(Path(record["file"]), "output") for record in records]

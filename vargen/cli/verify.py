@@ -11,7 +11,7 @@ from vargen.cli.console import print_json, progress_bar, table
 
 if TYPE_CHECKING:
     from vargen.decoding import Method
-    from vargen.evaluation.exactness import Report
+    from vargen.verify.exactness import Report
 
 
 def verify(
@@ -36,7 +36,7 @@ def verify(
 
     names = methods or [name for name, preset in PRESETS.items() if preset.paradigm != "video"]
     found = [load_method(name) for name in names]
-    from vargen.evaluation.exactness import check_exactness
+    from vargen.verify.exactness import check_exactness
 
     reports = []
     with progress_bar("verifying", "methods") as show:

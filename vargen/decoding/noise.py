@@ -59,7 +59,7 @@ class Noise:
             batch did not start together (`vargen.decoding.engine`).
         token_noise: what the noise of the images and of this pass shares; None computes it.
         needed: bool, broadcasts to `[B, T]`; samples elsewhere have no effect on what is generated. Used only where outcomes
-            are enumerated (`vargen.evaluation.enumeration`). None: all are needed.
+            are enumerated (`vargen.verify.enumeration`). None: all are needed.
         is_keyed: whether it is the function of seeds, positions, purposes and passes that compiled code computes (`make_keys`).
     """
 

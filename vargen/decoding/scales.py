@@ -103,7 +103,7 @@ class ScalePasses:
         clock: measures the parts of a pass.
 
     Attributes:
-        make_noise: the source of all random numbers. Another one enumerates them; see `vargen.evaluation.enumeration`.
+        make_noise: the source of all random numbers. Another one enumerates them; see `vargen.verify.enumeration`.
         seeds, tokens: int64 `[B]` and `[B, L]`.
         canvas: the canvas after the scales before `scale`.
         inputs: of each scale up to `scale`, float `[B, n, E]`; None for scale 0.

@@ -43,7 +43,7 @@ class TokenPass:
         graph: captures passes; None runs them one by one.
 
     Attributes:
-        make_noise: the source of all random numbers. `vargen.evaluation.exact_sum` replaces it to enumerate all outcomes.
+        make_noise: the source of all random numbers. `vargen.verify.exact_sum` replaces it to enumerate all outcomes.
         state: from `allocate` on.
         captured: runs passes as graphs; None if they run one by one.
     """

@@ -1,0 +1,1 @@
+"""Speed: methods side by side, and the cost of a pass."""

@@ -1,0 +1,1 @@
+"""Quality of images and videos: resumable runs, features, metrics, scores, reports."""
