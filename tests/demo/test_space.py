@@ -57,7 +57,10 @@ def test_requirements_are_the_cpu_build_of_torch_and_this_package(
     assert str(torch) == f"torch=={pinned(repo_root, 'torch')}+cpu"
     (range_,) = (each.specifier for each in map(Requirement, project["dependencies"]) if each.name == "torch")
     assert pinned(repo_root, "torch") in range_
-    assert lines[1:] == [f"./{project['name']}-{__version__}-py3-none-any.whl[demo]"] and "demo" in project["optional-dependencies"]
+    assert (
+        lines[1:] == [f"./{project['name']}-{__version__}-py3-none-any.whl[demo]"]
+        and "demo" in project["optional-dependencies"]
+    )
 
 
 def test_its_app_builds_the_page_and_serves_it_to_all(space: Path, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""docs/models.md says which methods a model runs, as `pipe.list_methods()` does. As a script, this file writes the table again."""
+"""docs/models.md says which methods a model runs, as `pipe.list_methods()` does. As a script, it writes the table again."""
 
 from __future__ import annotations
 
