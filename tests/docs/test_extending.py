@@ -6,7 +6,6 @@ import importlib
 import json
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,8 @@ from vargen.pipelines.loading import FAMILIES, inspect_model
 
 @pytest.fixture
 def guide(repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """The guide's files in the current folder, and those that it links to; those that are shown in parts are put together."""
-    files: dict[str, str] = defaultdict(str)
-    for block in blocks(repo_root / "docs/extending.md", "python"):
-        assert block.file, "every block is a file"
-        files[block.file] += block.code
-    files |= {path.name: path.read_text("utf-8") for path in sorted((repo_root / "examples/extending").glob("*.py"))}
+    """The files of examples/extending in the current folder."""
+    files = {path.name: path.read_text("utf-8") for path in sorted((repo_root / "examples/extending").glob("*.py"))}
     for name, code in files.items():
         (tmp_path / name).write_text(code, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -48,9 +43,16 @@ def guide(repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
         register_family(family)
 
 
+def test_the_page_shows_the_files(guide: dict[str, str], repo_root: Path) -> None:
+    shown = blocks(repo_root / "docs/extending.md", "python")
+    assert [block.file for block in shown] == ["typical.py", "methods.py", "lookup.py", "methods.py"]
+    for block in shown:
+        assert block.code.split("\n", 1)[1] in guide[str(block.file)], block.file
+
+
 def test_one_file_one_line_one_test(guide: dict[str, str]) -> None:
     tests = [name for name in guide if name.startswith("test_")]
-    assert tests == ["test_typical.py", "test_lookup.py", "test_colorfulness.py", "test_linear_heads.py", "test_palette.py"]
+    assert tests == [f"test_{name}.py" for name in ("colorfulness", "linear_heads", "lookup", "palette", "typical")]
     for name in tests:
         module = importlib.import_module(name.removesuffix(".py"))
         (test,) = [value for key, value in vars(module).items() if key.startswith("test_")]
