@@ -59,9 +59,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         path = target.relative_to(ROOT).as_posix()
         if files.get_file_from_path(path):
             return match[0]
-        return f"[{match[1]}]({SOURCE}/blob/main/{path})" if SOURCE else match[1]
+        return f"[{match[1]}]({SOURCE}/blob/main/{path}{match[3] or ''})" if SOURCE else match[1]
 
-    return re.sub(r"(?<!!)\[([^\[\]]*)\]\(([^)\s#:]+)\)", resolve, markdown)
+    return re.sub(r"(?<!!)\[([^\[\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)", resolve, markdown)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
