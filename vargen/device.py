@@ -181,6 +181,15 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def describe_place(device: torch.device) -> str:
+    """Return what a device is, such as "AMD EPYC, 2 cores", or the name of a GPU."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_model()}, {available_cores()} cores"
+
+
 def summarize_machine(machine: dict[str, Any], device: torch.device, dtype: torch.dtype) -> str:
     """Return one line for the head of a table."""
     place = f"{machine['cpu']}, {machine['threads']} CPU threads"

@@ -25,16 +25,55 @@ def test_one_command_generates_scores_and_reports(run: Any, text_model: Path) ->
     done = run(*words)
     assert done.exit_code == 0, done.stderr
     assert "same as ar" in done.stdout and "gsd:budget=3,window=4" in done.stdout and "100.0 %" in done.stdout
-    plots = ("quality_vs_speed.png",) if find_spec("matplotlib") else ()  # the lowest set has no matplotlib
-    for name in ("metrics.json", "report.md", "methods.png", *plots):
+    plots = ("quality_vs_speed.svg", "quality_vs_speed.pdf") if find_spec("matplotlib") else ()  # the lowest set has none
+    for name in ("metrics.json", "report.md", "table.tex", "methods.png", *plots):
         assert Path("out", name).is_file() and str(Path("out", name)) in done.stdout
     report = Path("out/report.md").read_text()
     assert "| gumbel | exact | 6 |" in report and "![methods](methods.png)" in report and str(Path.cwd()) not in report
+    for what in ("machine", "dtype", "sampling", "images", "image size", "reference", "command", "vargen", "date"):
+        assert f"- {what}: " in report
+    assert "- images: 6 per method of 3 prompts, seeds from 0\n" in report and "- dtype: float32\n" in report
+    assert "18 of 18 images; finished" in Path("out/log.txt").read_text()
+    alone = json.loads(Path("out/batch1.json").read_text())
+    assert alone["images"] == 4 and list(alone["methods"]) == ["ar", "gumbel", "gsd:budget=3,window=4"]
     again = run(*words, "--json", "-")
     document = json.loads(again.stdout)
     assert again.exit_code == 0 and [method["num_images"] for method in document["methods"]] == [6, 6, 6]
     assert document["methods"][1]["similarity"]["identical_fraction"] == 1.0
+    assert json.loads(Path("out/batch1.json").read_text()) == alone, "nothing is timed again"
+    for name, row in zip(alone["methods"], document["methods"], strict=True):
+        assert row["speed"]["batch1"] == alone["methods"][name] and row["speed"]["batch"] == 4
     assert len(Path("out/manifest/shard-1-of-1.jsonl").read_text().splitlines()) == 18, "nothing was drawn twice"
+
+
+def test_the_packaged_model_is_scored_by_its_scorer(run: Any) -> None:
+    done = run(
+        "eval", "--model", "emoji-var", "--methods", "plain", "--num-images", 2, "-o", "out", "--num-timed", 0, "--json", "-"
+    )
+    (method,) = json.loads(done.stdout)["methods"]
+    assert done.exit_code == 0 and list(method["scores"]) == ["emoji-scorer"] and method["distances"]["frechet"] > 0
+    assert method["speed"]["batch1"] is None and not Path("out/batch1.json").exists()
+
+
+def test_files_of_benchmarks_give_prompts_and_exports(run: Any, text_model: Path) -> None:
+    lines = [json.dumps({"tag": "colors", "include": [], "prompt": each}) for each in ("a red apple", "a dog")]
+    Path("metadata.jsonl").write_text("\n".join(lines) + "\n")
+    Path("dpg").mkdir()
+    for item, prompt in (("b7", "a dog"), ("a12", "a cat\n")):
+        Path("dpg", f"{item}.txt").write_text(prompt)
+    words = ("eval", "--model", text_model, "--num-images", 4, "--num-timed", 0, "--threads", 1, "--scorers", "none")
+    words += ("--extractor", "none")
+    first = run(*words, "-o", "one", "--prompt-file", "metadata.jsonl", "--export", "geneval")
+    assert first.exit_code == 0 and Path("one/geneval/ar/00001/metadata.jsonl").read_text() == lines[1] + "\n", first.stderr
+    again = run("eval", "--images", "one", "--scorers", "none", "--extractor", "none", "--export", "t2i-compbench")
+    assert again.exit_code == 0 and Path("one/t2i-compbench/ar/samples/a dog_000003.png").is_file(), again.stderr
+    second = run(*words, "-o", "two", "--prompt-file", "dpg", "--export", "dpg-bench")
+    assert second.exit_code == 0 and sorted(each.name for each in Path("two/dpg-bench/ar").iterdir()) == ["a12.png", "b7.png"]
+    refused = run(*words, "-o", "three", "--prompt-file", "dpg", "--export", "geneval")
+    assert refused.exit_code == 2 and "export geneval" in refused.stderr and not Path("three").exists()
+    Path("bad.jsonl").write_text('{"tag": "colors"}\n')
+    bad = run(*words, "-o", "four", "--prompt-file", "bad.jsonl")
+    assert bad.exit_code == 2 and "prompt_file" in bad.stderr and not Path("four").exists()
 
 
 def test_shards_generate_apart_and_are_scored_together(run: Any, class_model: Path) -> None:

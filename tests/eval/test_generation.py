@@ -114,13 +114,18 @@ def test_more_methods_and_more_images_are_generated_beside_the_old_ones(
 
 
 @pytest.mark.parametrize("units", [0, 1, 3])
-def test_an_interrupted_run_goes_on(units: int, model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on(
+    units: int, model: Path, whole: dict[str, bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(KeyboardInterrupt):
         generate_missing_images(make_plan(model, tmp_path / "run"), backend=stopping_after(units))
     told: list[tuple[int, int]] = []
     rest = generate_missing_images(make_plan(model, tmp_path / "run"), progress=lambda done, total: told.append((done, total)))
     assert told[0] == (14 - rest, 14) and told[-1] == (14, 14)
     assert images(tmp_path / "run") == whole and len(lines(tmp_path / "run")) == 14
+    log = (tmp_path / "run/log.txt").read_text().splitlines()
+    assert f"{14 - rest} of 14 images; stopped by KeyboardInterrupt" in log[1] and "14 of 14 images; finished" in log[-1]
+    assert f"{14 - rest} of 14 images are there; the same command resumes" in caplog.text
 
 
 def test_a_truncated_line_is_cut_off_and_its_image_generated_again(

@@ -57,10 +57,11 @@ def test_any_folder_of_images_is_scored(tmp_path: Path) -> None:
     assert dark.rows[0].distances["precision"] < row.distances["precision"]
 
 
-def test_too_few_images_are_said_not_measured(tmp_path: Path) -> None:
+def test_what_few_images_cannot_tell_is_said(tmp_path: Path) -> None:
     features = torch.randn(4, 8)
     found, notes = compute_distances(features, None, FeatureStatistics.from_features(torch.randn(20, 8)), False)
-    assert "frechet" not in found and any("needs more than 8 images" in note for note in notes)
+    assert found["frechet"] > 0 and found["frechet_ci95_half_width"] is None
+    assert any("4 images" in note and "rank 3 of 8" in note for note in notes) and any("20 images" in note for note in notes)
     bare = FeatureStatistics.from_features(torch.randn(20, 2), keep=False)
     found, notes = compute_distances(torch.randn(3, 2), None, bare, False)
     assert "kid" not in found and any("no features" in note for note in notes)

@@ -21,6 +21,8 @@ from vargen.eval.metrics import (
     kernel_inception_distance,
     precision_recall,
 )
+from vargen.eval.report import Column, latex_table
+from vargen.eval.score import note_speed
 
 
 def gaussian(count: int, dim: int, seed: int, shift: float = 0.0, scale: float = 1.0) -> torch.Tensor:
@@ -52,16 +54,19 @@ def test_frechet_of_covariances_that_do_not_commute() -> None:
     assert frechet_distance(a, a) == pytest.approx(0.0, abs=1e-8)
 
 
-def test_frechet_refuses_sets_that_do_not_span_the_dimensions_and_warns_of_small_ones(caplog: pytest.LogCaptureFixture) -> None:
+def test_frechet_of_small_sets_is_measured_with_a_caveat(caplog: pytest.LogCaptureFixture) -> None:
+    """Also of sets that do not span the dimensions, against roots by general eigenvalues."""
     few, enough, usual = (FeatureStatistics.from_features(gaussian(n, 8, n)) for n in (8, 9, 2048))
-    for pair in ((few, usual), (usual, few)):
-        with pytest.raises(ValueError, match="more than 8 images"):
-            frechet_distance(*pair)
     with caplog.at_level(logging.WARNING, "vargen"):
         frechet_distance(usual, usual)
         assert not caplog.records
         frechet_distance(enough, usual)
-    assert "9 images is biased" in caplog.text
+        assert "9 images is biased" in caplog.text and "rank" not in caplog.text
+        found = frechet_distance(few, usual)
+    assert "8 images is biased" in caplog.text and "rank 7 of 8" in caplog.text
+    roots = np.linalg.eigvals(few.covariance.numpy() @ usual.covariance.numpy()).astype(complex) ** 0.5
+    traces = float(few.covariance.trace() + usual.covariance.trace())
+    assert found == pytest.approx(float((few.mean - usual.mean).square().sum()) + traces - 2 * roots.sum().real, rel=1e-5)
     with pytest.raises(ValueError, match="8 and 7 dimensions"):
         frechet_distance(usual, FeatureStatistics.from_features(gaussian(2048, 7, 1)))
 
@@ -134,3 +139,22 @@ def test_without_torch_fidelity_its_metrics_are_missing_and_a_note_says_how_to_i
     found, notes = compute_distances(x, gaussian(40, 5, 2), FeatureStatistics.from_features(gaussian(40, 3, 3)), True)
     assert set(found) == {"frechet", "frechet_ci95_half_width", "cmmd"}
     assert sum('pip install "vargen[eval]"' in note for note in notes) == 2
+
+
+# -- the report ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_method_that_is_slower_than_the_baseline_is_named() -> None:
+    fast = {"batch": 8, "speedup": 1.2, "batch1": {"speedup": 2.0}}
+    assert note_speed(fast, "ar") == [] == note_speed({**fast, "speedup": None, "batch1": None}, "ar")
+    (note,) = note_speed({**fast, "speedup": 0.5}, "ar")
+    assert "slower than ar" in note and "2.00 times as long at batch 8" in note and "batch 1" not in note.replace("batch 8", "")
+    (note,) = note_speed({**fast, "batch1": {"speedup": 0.8}}, "ar")
+    assert "1.25 times as long at batch 1" in note
+
+
+def test_latex_escapes_what_it_would_read_as_commands() -> None:
+    columns = [Column("method", lambda row: row[0]), Column("KID x 1000", lambda row: row[1])]
+    lines = latex_table(columns, [("a_b & 50 %", "1.0 ± 0.2"), ("#$", "-")])
+    assert lines[0] == r"\begin{tabular}{lr}" and lines[2] == r"method & KID x 1000 \\"
+    assert lines[4] == r"a\_b \& 50 \% & 1.0 $\pm$ 0.2 \\" and lines[5] == r"\#\$ & -- \\"

@@ -78,7 +78,7 @@ class Comparison:
 
 def compare_methods(
     pipe: VisualPipeline,
-    prompts: Sequence[str],
+    prompts: Sequence[str] | Sequence[int],
     methods: dict[str, Method],
     batch: int = 1,
     seed: int = 0,
@@ -88,19 +88,20 @@ def compare_methods(
     """Generate an image of every prompt with every method; image i is that of `vargen generate` with seed `seed + i`.
 
     Args:
-        prompts: one image each; the last batch is filled up with the first prompts.
+        prompts: one image each, or classes; the last batch is filled up with the first prompts.
         methods: by name; must include the pipeline's `baseline`, which speedups are relative to.
         settings: guidance_scale, temperature, top_k, top_p where they differ from the checkpoint's.
         progress: called with the numbers of finished batches and of all batches.
     """
     if pipe.baseline not in methods:
         raise ValueError(f"methods must include {pipe.baseline!r}, the baseline of every ratio, got {', '.join(methods)}")
-    prompts, batch = validate_prompts(prompts), validate_batch_size(batch)
+    batch, is_class = validate_batch_size(batch), pipe.is_class_conditional
+    prompts = list(prompts) if is_class else validate_prompts(prompts)
     seed = validate_seed(seed, -(-len(prompts) // batch) * batch)
     chosen = {**pipe.default_sampling, **(settings or {})}
     decoder = open_decoder(pipe, chosen)
     filled = [prompts[i % len(prompts)] for i in range(-(-len(prompts) // batch) * batch)]
-    condition, _ = pipe.encode_condition(filled)
+    condition, _ = pipe.encode_condition(**{"class_labels" if is_class else "prompt": filled})
     seeds = list(range(seed, seed + len(filled)))
     noise_seeds = resolve_seeds([torch.Generator().manual_seed(each) for each in seeds], len(seeds)).noise_seeds
     groups = [slice(start, start + batch) for start in range(0, len(filled), batch)]
@@ -113,7 +114,7 @@ def compare_methods(
         batch=batch,
         threads=threads,
         sampling=chosen,
-        prompts=filled,
+        prompts=[str(each) for each in filled],
         seeds=seeds,
         methods=results,
         tokens=all_tokens,

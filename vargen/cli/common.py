@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import shlex
@@ -223,17 +224,45 @@ def collect_prompts(prompts: list[str] | None, prompt_file: Path | None, class_l
 
 
 def read_prompts(path: Path | None, name: str = "prompt_file") -> list[str]:
-    """Read one prompt per line from a UTF-8 text file, or from standard input for `-`; None: the 64 packaged ones."""
+    """Read one prompt per line from a UTF-8 text file, or from standard input for `-`; None: the 64 packaged ones.
+
+    Benchmarks' own files also: see `read_prompt_records`.
+    """
+    return [record["prompt"] for record in read_prompt_records(path, name)]
+
+
+def read_prompt_records(path: Path | None, name: str = "prompt_file") -> list[dict[str, Any]]:
+    """Read prompts with what a file says of them: `.jsonl`, an object with "prompt" per line, or a folder of .txt files.
+
+    A file of the folder is a prompt, and its name the "item" of the record. Other files say nothing else of their prompts.
+    """
     if path is None:
         import vargen.assets
 
         path = Path(vargen.assets.__file__).parent / "prompts.txt"
-    lines = [line.strip() for line in read_text(path, name, _MAX_BYTES).split("\n")]
-    found = [line for line in lines if line and not line.startswith("#")]
+    if path.is_dir():
+        files = sorted(path.glob("*.txt"))
+        found = [{"prompt": read_text(file, name, _MAX_BYTES).strip(), "item": file.stem} for file in files]
+    else:
+        lines = [line.strip() for line in read_text(path, name, _MAX_BYTES).split("\n")]
+        lines = [line for line in lines if line and not line.startswith("#")]
+        read = _read_record if path.suffix.lower() == ".jsonl" else lambda line: {"prompt": line}
+        found = [read(line) for line in lines]
+    if any(not isinstance(each.get("prompt"), str) or not each["prompt"] for each in found):
+        raise ValueError(f"{name} {str(path)!r} must hold a prompt in each line or file")
     if not 1 <= len(found) <= MAX_IMAGES:
         allowed = f"from 1 to {MAX_IMAGES:,} prompts, one per line, without a leading #"
         raise ValueError(f"{name} {str(path)!r} must hold {allowed}; it holds {len(found):,}")
     return found
+
+
+def _read_record(line: str) -> dict[str, Any]:
+    """Return the object of a line of JSON; empty if it is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def report_emoji_names(pipe: Any, prompts: Iterable[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -65,6 +67,12 @@ def evaluate(
     generate_only: Annotated[
         bool, image_option("--generate-only", help="Only generate; `vargen eval --images DIR` scores them later.")
     ] = False,
+    num_timed: Annotated[
+        int,
+        image_option(
+            min=0, metavar="N", help="Images of each method that are also timed at batch 1, beside the baseline; 0: none."
+        ),
+    ] = 4,
     guidance_scale: common.Guidance = None,
     temperature: common.Temperature = None,
     top_k: common.TopK = None,
@@ -92,6 +100,10 @@ def evaluate(
     resize: Annotated[  # several copies of 64 images of the largest size fit in memory
         int | None,
         metric_option(min=16, max=2048, metavar="N", help="First crop to the center square and resize to N x N (bicubic)."),
+    ] = None,
+    export: Annotated[
+        Literal["geneval", "t2i-compbench", "dpg-bench"] | None,
+        metric_option(help="Also copy the images as this benchmark reads them; its prompts are given by --prompt-file."),
     ] = None,
     images: Annotated[
         Path | None,
@@ -126,9 +138,9 @@ def evaluate(
 ) -> None:
     """Generate images with several methods, and score them; or score images from any source, with --images.
 
-    Reports what each method saves in time, and what it costs in quality. Writes metrics.json, report.md,
-    quality_vs_speed.png and methods.png to DIR. Run the same command again to resume an interrupted run. Image k has
-    the seed --seed + k, regardless of batch size, shard and backend.
+    Reports what each method saves in time, and what it costs in quality. Writes report.md, table.tex, metrics.json,
+    quality_vs_speed.svg and .pdf, methods.png and log.txt to DIR. Run the same command again to resume an interrupted
+    run. Image k has the seed --seed + k, regardless of batch size, shard and backend.
     """
     sampling = common.chosen(ctx, common.SAMPLING)
     if backend == "local":
@@ -149,22 +161,26 @@ def evaluate(
     inspected = common.inspect(ctx, model)
     machine = common.loading(ctx, inspected.folder)
     if inspected.fps is not None:
-        common.reject(ctx, "is for image models, and this model generates video", "reference", "resize")
+        common.reject(ctx, "is for image models, and this model generates video", "reference", "resize", "export")
         evaluate_videos(ctx, inspected, output)
         return
+    from vargen.eval.export import validate_export
     from vargen.eval.run import GenerationPlan, generate_missing_images, select_classes
     from vargen.eval.run_directory import RunDirectory
+    from vargen.eval.timing import time_single_images
     from vargen.pipelines.validation import validate_prompts
     from vargen.specs import split_specs
 
     subjects: list[Any]
+    records: list[dict[str, Any]] = []
     if inspected.is_class_conditional:
         common.reject(ctx, "is for models of text: give --classes", "prompt_file")
         number, names = inspected.num_classes, inspected.class_names
         subjects = select_classes(classes or "each", number, names, seed, num_images or 0)
     else:
         common.reject(ctx, "is for models of classes: give --prompt-file", "classes")
-        subjects = validate_prompts(common.read_prompts(prompt_file), "prompts")
+        records = common.read_prompt_records(prompt_file)
+        subjects = validate_prompts([record["prompt"] for record in records], "prompts")
     plan = GenerationPlan(
         model=model,
         output=str(output),
@@ -179,19 +195,27 @@ def evaluate(
         device=str(machine["device"]),
         threads=threads,
         unit=unit_size,
+        prompt_records=tuple(records) if any(len(record) > 1 for record in records) else (),
     )
     plan.validate()
+    if export is not None:
+        validate_export(export, subjects, plan.prompt_records, plan.num)
     run = RunDirectory(output)
     # Before hours of generation: missing weights, and statistics of another extractor.
     metrics = None if generate_only else load_metrics(ctx, model, run)
     with progress_bar("generating", "images") as show:
         count = generate_missing_images(plan, *part, backend=select_backend(ctx), progress=show)
     missing = len(plan.pending_batches(run.complete_records()))
+    if num_timed and batch_size > 1 and metrics is not None and not missing and backend == "local":
+        with progress_bar("timing single images", "images") as show:
+            time_single_images(plan, num_timed, show)
     if metrics is None or missing:
         others = f"; other shards still have to generate {missing} batches" if missing else ""
         print_status(f"{count} images generated{others}. Score them with: vargen eval --images {output}")
     else:
         score_run(ctx, run, *metrics)
+    if export is not None and not missing:
+        export_images(run, export)
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -227,7 +251,7 @@ def load_metrics(ctx: typer.Context, model: str, run: RunDirectory | None) -> tu
     packaged = default_scorer(model) if model else None
     scorers, extractor, reference = (ctx.params[name] for name in ("scorers", "extractor", "reference"))
     models = MetricModels(
-        scorers=tuple(name for name in split_specs(packaged or "" if scorers is None else scorers) if name != "none"),
+        scorers=tuple(name for name in split_specs(scorers or packaged or "") if name != "none"),
         extractor=None if extractor == "none" else extractor or packaged,
         resize=ctx.params["resize"],
         keep_going=ctx.params["skip_unreadable"],
@@ -246,9 +270,18 @@ def score_run(ctx: typer.Context, run: RunDirectory, models: MetricModels, refer
 
     with progress_bar("scoring", "images") as show:
         found = evaluate_run(run, models, reference, select_backend(ctx), show)
+    found.about["command"] = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     if not models.scorers and models.extractor is None:
         print_status("only speed and similarity to the baseline were measured: give --scorers and --extractor for quality")
     write_result(ctx, found, lambda: [run.path / name for name in write_report_files(run, found)])
+
+
+def export_images(run: RunDirectory, layout: str) -> None:
+    """Copy the images of a run as a benchmark reads them."""
+    from vargen.eval.export import export_run
+
+    for folder in export_run(run, layout):
+        print_status(f"{folder}: images for {layout}")
 
 
 def evaluate_images(ctx: typer.Context, path: Path) -> None:
@@ -257,6 +290,7 @@ def evaluate_images(ctx: typer.Context, path: Path) -> None:
     samples, saved = (common.result_file(ctx.params[name], ".npz", name) for name in names)
     common.check_outputs(ctx.params, {"export_samples": [samples], "save_reference": [saved]})
     import_libraries()
+    from vargen.eval.export import validate_export
     from vargen.eval.features import Extractor
     from vargen.eval.run import list_images
     from vargen.eval.run_directory import RUN_FILE, RunDirectory
@@ -265,8 +299,14 @@ def evaluate_images(ctx: typer.Context, path: Path) -> None:
     if (path / RUN_FILE).is_file():
         common.reject(ctx, f"is for a folder of images, and {str(path)!r} is a run", "prompt_file", *names)
         run = RunDirectory(path)
-        score_run(ctx, run, *load_metrics(ctx, str(run.settings()["model"]), run))
+        export, settings = ctx.params["export"], run.settings()
+        if export is not None:
+            validate_export(export, settings["subjects"], settings.get("prompt_records"), settings["num"])
+        score_run(ctx, run, *load_metrics(ctx, str(settings["model"]), run))
+        if export is not None:
+            export_images(run, export)
         return
+    common.reject(ctx, f"is for a run, and {str(path)!r} is none", "export")
     images = []
     if path.is_file():
         common.reject(ctx, f"is for a folder of images, and {str(path)!r} is a file", "prompt_file", "export_samples")

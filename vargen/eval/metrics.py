@@ -38,14 +38,20 @@ def frechet_distance(one: FeatureStatistics, other: FeatureStatistics) -> float:
     if one.dimensions != other.dimensions:
         raise ValueError(f"features must be of the same extractor, got {one.dimensions} and {other.dimensions} dimensions")
     for side in (one, other):
-        if side.count is not None and side.count <= side.dimensions:
-            raise ValueError(
-                f"{side.count} images have a covariance of rank {side.count - 1} in {side.dimensions} dimensions: a Frechet "
-                f"distance needs more than {side.dimensions} images, and {RECOMMENDED_IMAGES} or more to be worth reporting"
-            )
-        if side.count is not None and side.count < RECOMMENDED_IMAGES:
-            logger.warning("a Frechet distance of %d images is biased upwards; use %d or more", side.count, RECOMMENDED_IMAGES)
+        if (caveat := frechet_caveat(side)) is not None:
+            logger.warning("%s", caveat)
     return _frechet(one.mean, one.covariance, other.mean, other.covariance)
+
+
+def frechet_caveat(side: FeatureStatistics) -> str | None:
+    """Return why a Frechet distance to statistics of few images is to be read with care; None if they are many enough."""
+    if side.count is None or side.count >= RECOMMENDED_IMAGES:
+        return None
+    text = f"a Frechet distance of {side.count} images is biased upwards; use {RECOMMENDED_IMAGES}"
+    if side.count > side.dimensions:
+        return text
+    rank = f"their covariance has rank {side.count - 1} of {side.dimensions}"
+    return f"{text}: {rank}, so only distances of equally many images can be compared"
 
 
 def _frechet(mean1: Tensor, covariance1: Tensor, mean2: Tensor, covariance2: Tensor) -> float:
@@ -154,7 +160,8 @@ class MethodMetrics:
 
     Attributes:
         num_images: number of images measured. requested_images: number of images of the run.
-        speed: seconds, speedup, tokens per pass, relaxation; empty for images from other sources.
+        speed: seconds, speedup, tokens per pass, relaxation, and `batch1`, those of images generated alone; empty for images
+            from other sources.
         scores: by scorer, mean and half-width of the 95 % interval, also of the paired difference to the baseline.
         distances: to the reference. similarity: to the baseline's images of the same prompts and seeds.
     """
@@ -220,14 +227,11 @@ def compute_distances(
     if reference is None:
         return found, [*notes, "no distances to real images: no reference is given"]
     if len(features_ND) > 1:
-        try:
-            found["frechet"] = frechet_distance(FeatureStatistics.from_features(features_ND, keep=False), reference)
-            error = frechet_standard_error(features_ND, reference)
-            found["frechet_ci95_half_width"] = None if error is None else _Z * error
-            if len(features_ND) < RECOMMENDED_IMAGES:
-                notes.append(f"a Frechet distance of {len(features_ND)} images is biased upwards; use {RECOMMENDED_IMAGES}")
-        except ValueError as refusal:
-            notes.append(f"no Frechet distance: {refusal}")
+        own = FeatureStatistics.from_features(features_ND, keep=False)
+        found["frechet"] = _frechet(own.mean, own.covariance, reference.mean, reference.covariance)
+        error = frechet_standard_error(features_ND, reference)
+        found["frechet_ci95_half_width"] = None if error is None else _Z * error
+        notes += [caveat for caveat in (frechet_caveat(own), frechet_caveat(reference)) if caveat is not None]
     if reference.features is None:
         notes.append("no KID, precision or recall: the reference holds no features, only their mean and covariance")
         return found, notes

@@ -12,6 +12,8 @@ from vargen.eval.metrics import MethodMetrics, Metrics
 from vargen.files import atomic_file
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from vargen.eval.video import VideoComparison, VideoMethodResult
 
 
@@ -68,12 +70,23 @@ def image_columns(rows: Sequence[MethodMetrics], baseline: str | None) -> list[C
     def similarity(name: str, digits: int | None = None) -> Callable[[MethodMetrics], str]:
         return lambda row: _number(row.similarity.get(name), _digits(row.similarity.get(name)) if digits is None else digits)
 
+    def at(batch: int, name: str, digits: int) -> Callable[[MethodMetrics], str]:
+        def cell(row: MethodMetrics) -> str:
+            found = row.speed if row.speed.get("batch") == batch else row.speed.get("batch1") if batch == 1 else None
+            return _number((found or {}).get(name), digits)
+
+        return cell
+
+    batches = sorted({1, *(row.speed["batch"] for row in rows if row.speed)})
     columns = [
         Column("method", lambda row: row.name),
         Column("kind", lambda row: row.kind or "-"),
         Column("images", lambda row: str(row.num_images)),
-        Column("s/image", speed("seconds", 3)),
-        Column("speedup", speed("speedup")),
+        *(
+            Column(f"{head}, batch {batch}", at(batch, name, digits))
+            for batch in batches
+            for head, name, digits in (("s/image", "seconds", 3), ("speedup", "speedup", 2))
+        ),
         Column("tokens/pass", speed("tokens_per_pass")),
         Column("relaxation", speed("relaxation")),
         Column("Frechet", _frechet),
@@ -130,6 +143,19 @@ NOTES_ON_COLUMNS = (
 )
 
 
+def latex_table(columns: Sequence[Column], rows: Sequence[Any]) -> list[str]:
+    """Return the lines of a LaTeX table, which needs the package booktabs."""
+    heads, cells = table_cells(columns, rows)
+    lines = [" & ".join(map(_escape_latex, each)) + r" \\" for each in (heads, *cells)]
+    body = [r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"]
+    return [rf"\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}", *body, r"\end{tabular}"]
+
+
+def _escape_latex(cell: str) -> str:
+    marks = {"±": r"$\pm$", "%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "$": r"\$", "\\": r"\textbackslash{}"}
+    return "--" if cell == "-" else "".join(marks.get(c, c) for c in cell)
+
+
 def group_notes(rows: Sequence[MethodMetrics]) -> list[str]:
     """Return each note once, with the methods it applies to."""
     methods: dict[str, list[str]] = {}
@@ -159,8 +185,9 @@ def to_json(rows: Sequence[MethodMetrics], baseline: str | None, about: dict[str
 def write_report(
     folder: Path, rows: Sequence[MethodMetrics], baseline: str | None, about: dict[str, Any], figures: Sequence[str]
 ) -> None:
-    """Write `metrics.json` and `report.md` to `folder`."""
+    """Write `metrics.json`, `report.md` and `table.tex` to `folder`."""
     texts = {
+        "table.tex": "\n".join(latex_table(image_columns(rows, baseline), rows)) + "\n",
         "metrics.json": json.dumps(to_json(rows, baseline, about), indent=1, allow_nan=False) + "\n",
         "report.md": to_markdown(rows, baseline, about, figures),
     }
@@ -209,45 +236,60 @@ steps between blocks exceed steps within. Frechet: distance of frame features to
 # -- a plot of quality against speed, which needs matplotlib ---------------------------------------------------------------
 
 
+PLOTS = ("quality_vs_speed.svg", "quality_vs_speed.pdf")
 _MARKERS = {"exact": "o", "relaxed": "s", "": "o"}
 
 
-def plot_quality_vs_speed(rows: Sequence[MethodMetrics], baseline: str | None, path: Path) -> bool:
-    """Write a PNG with tokens per pass, which is independent of the machine, against each quality metric; better is up.
+def plot_quality_vs_speed(rows: Sequence[MethodMetrics], baseline: str | None) -> Figure | None:
+    """Return a figure of each quality metric (a column) over tokens per pass, which hold on any machine, and over seconds.
 
-    Scores are differences to the baseline's at equal prompts and seeds if there is a baseline: their intervals are narrower.
-
-    Returns whether there was anything to plot.
+    Better is up, and faster is at the right. Error bars are 95 % intervals of a metric, and quartiles of seconds. Scores are
+    differences to the baseline's at equal prompts and seeds if there is a baseline: their intervals are narrower. The seconds
+    are those of images generated alone, or else of the run's batches. None if fewer than two methods can be compared.
     """
     panels = _panels(rows, baseline)
     if not panels:
-        return False
+        return None
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.0 * len(panels) + 1.8, 4.2), layout="constrained")
+    figure = Figure(figsize=(4.2 * len(panels) + 1.8, 7.2), layout="constrained")
     colors = {row.name: f"C{number % 10}" for number, row in enumerate(rows)}
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axis, (title, points, down) in zip(axes, panels, strict=True):
-        for row, x, y, half in points:
-            style = {"color": colors[row.name], "marker": _MARKERS[row.kind], "markersize": 7, "alpha": 0.8}
-            axis.errorbar([x], [y], yerr=None if half is None else [[half], [half]], capsize=3, linestyle="", **style)
-        level = next(((y, half) for row, _, y, half in points if row.name == baseline), None)
-        if level is not None:
-            axis.axhline(level[0], color="grey", linestyle="--", linewidth=1, zorder=0)
-        axis.set(xlabel="tokens per pass", ylabel=title + (", lower is better" if down else ""))
-        axis.margins(x=0.1, y=0.15)
-        if down:
-            axis.invert_yaxis()
+    grid = figure.subplots(2, len(panels), squeeze=False)
+    alone = all(row.speed.get("batch1") for row in rows if row.speed)
+    seconds = "seconds per image" + (", alone" if alone else f", batch {rows[0].speed.get('batch')}")
+    for column, (title, points, down) in enumerate(panels):
+        level = next((y for row, y, _ in points if row.name == baseline), None)
+        for axis, label in zip(grid[:, column], ("tokens per pass", seconds), strict=True):
+            for row, y, half in points:
+                x, spread = _place(row, label == seconds, alone)
+                style = {"color": colors[row.name], "marker": _MARKERS[row.kind], "markersize": 6, "alpha": 0.85}
+                error = {"xerr": spread, "yerr": None if half is None else [[half], [half]], "capsize": 3, "linestyle": ""}
+                axis.errorbar([x], [y], **error, **style)
+            if level is not None:
+                axis.axhline(level, color="grey", linestyle="--", linewidth=1, zorder=0)
+            axis.set(xlabel=label, ylabel=title + (", lower is better" if down else ""))
+            axis.margins(x=0.1, y=0.15)
+            if down:
+                axis.invert_yaxis()
+            if label == seconds:
+                axis.invert_xaxis()
     for row in rows:
         label = f"{row.name} ({row.kind})" if row.kind else row.name
-        axes[-1].plot([], [], linestyle="", color=colors[row.name], marker=_MARKERS[row.kind], label=label)
-    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
-    with atomic_file(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)
-    return True
+        grid[0, -1].plot([], [], linestyle="", color=colors[row.name], marker=_MARKERS[row.kind], label=label)
+    figure.legend(*grid[0, -1].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    return figure
 
 
-Point = tuple["MethodMetrics", float, float, float | None]
+def _place(row: MethodMetrics, by_seconds: bool, alone: bool) -> tuple[float, list[list[float]] | None]:
+    """Return the position of a method on the horizontal axis, and its error bar."""
+    if not by_seconds:
+        return row.speed["tokens_per_pass"], None
+    found = row.speed["batch1"] if alone else row.speed
+    low, high = found["quartiles"] if alone else found["seconds_quartiles"]
+    return found["seconds"], [[found["seconds"] - low], [high - found["seconds"]]]
+
+
+Point = tuple["MethodMetrics", float, float | None]
 
 
 def _panels(rows: Sequence[MethodMetrics], baseline: str | None) -> list[tuple[str, list[Point], bool]]:
@@ -255,7 +297,7 @@ def _panels(rows: Sequence[MethodMetrics], baseline: str | None) -> list[tuple[s
     rows = [row for row in rows if row.speed.get("tokens_per_pass") is not None]
 
     def points(values: dict[str, tuple[float, float | None]]) -> list[Point]:
-        return [(row, row.speed["tokens_per_pass"], *values[row.name]) for row in rows if row.name in values]
+        return [(row, *values[row.name]) for row in rows if row.name in values]
 
     def distance(name: str) -> dict[str, tuple[float, float | None]]:
         found = {row.name: row.distances for row in rows if row.distances.get(name) is not None}

@@ -24,8 +24,9 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from vargen.bench.passes import describe_dtype
 from vargen.decoding import DecodeStats, resolve_method
-from vargen.device import set_threads
+from vargen.device import describe_place, set_threads
 from vargen.eval.run_directory import ManifestWriter, Record, RunDirectory, describe_write_error, file_digest, hash_files
 from vargen.files import atomic_file
 from vargen.models.quantization import validate_quantization
@@ -83,6 +84,7 @@ class GenerationPlan:
     Attributes:
         model: name, folder or hub id. output: run directory, reachable by every process under this path.
         methods: presets with settings, see `resolve_method`. num: number of images of each method.
+        prompt_records: what a benchmark's own file says of each prompt, for `vargen.eval.export`.
         sampling: guidance_scale, temperature, top_k, top_p where they differ from the model's.
         batch: images per batch. threads: number of CPU threads; None: autotuned.
         unit: images per unit of work, at least those of a batch; None: one batch.
@@ -96,6 +98,7 @@ class GenerationPlan:
     prompts: tuple[PromptOrClass, ...]
     num: int
     seed: int = 0
+    prompt_records: tuple[dict[str, Any], ...] = ()
     batch: int = 8
     sampling: dict[str, Any] = field(default_factory=dict)
     dtype: str | None = None
@@ -116,8 +119,8 @@ class GenerationPlan:
         """Return all settings that determine the images, for the run directory; weights are read for their digest only."""
         pipe = inspect_model(self.model)
         validate_quantization(self.quantization, torch.device(self.device))
-        _, sampling = validate_sampling(self.sampling)
-        sampling.validate_top_k(pipe.vocab_size)
+        settings = {**pipe.default_sampling, **self.sampling}
+        validate_sampling(settings)[1].validate_top_k(pipe.vocab_size)
         validate_batch_size(self.batch)
         if self.unit is not None:
             require_int("unit", self.unit, self.batch, MAX_IMAGES)
@@ -136,7 +139,7 @@ class GenerationPlan:
             "model": Path(self.model).resolve().name if Path(self.model).is_dir() else self.model,
             "weights": hash_files(Path(pipe.folder).rglob("*.safetensors")),
             "baseline": pipe.baseline,
-            "sampling": self.sampling,
+            "sampling": settings,
             "seed": self.seed,
             "batch": self.batch,
             "unit": self.unit,
@@ -144,6 +147,7 @@ class GenerationPlan:
             **({} if self.quantization is None else {"quantization": self.quantization}),
             "device": torch.device(self.device).type,
             "subjects": list(self.prompts),
+            **({"prompt_records": list(self.prompt_records)} if self.prompt_records else {}),
             "num": self.num,
             "methods": specs,
         }
@@ -183,6 +187,7 @@ class ImageGenerator:
         self.methods = {method: resolve_method(method, self.pipe.paradigm) for method in plan.methods}
         for method in self.methods.values():
             self.pipe.validate_method(method)  # checks that need the weights, before the first batch
+        self.place = {"machine": describe_place(torch.device(plan.device)), "dtype": describe_dtype(self.pipe.transformer)}
 
     def __call__(self, batch: PendingBatch) -> list[Record]:
         """Write the missing images of a batch; returns a manifest record for each."""
@@ -201,7 +206,13 @@ class ImageGenerator:
                 about = {**self._describe_prompt(prompt), "seed": seed, "method": batch.method}
                 sha256 = self._write(result.images[row], batch.method, index, about)
                 records.append(
-                    {"index": index, **about, "sha256": sha256, **per_image_statistics(result.stats, row, self.plan.batch)}
+                    {
+                        "index": index,
+                        **about,
+                        "sha256": sha256,
+                        **per_image_statistics(result.stats, row, self.plan.batch),
+                        **self.place,
+                    }
                 )
         return records
 
@@ -279,14 +290,17 @@ def generate_missing_images(
         done = first = total - sum(len(batch.missing) for batch in pending)
         if progress:
             progress(done, total)
-        for records in backend(ImageGenerator, plan, pending):
-            try:
-                manifest.append(*records)
-            except OSError as error:
-                raise describe_write_error(str(manifest.path), error) from error
-            done += len(records)
-            if progress:
-                progress(done, total)
+        with run.log(f"shard {shard}/{shards}", total) as log:
+            log(done)
+            for records in backend(ImageGenerator, plan, pending):
+                try:
+                    manifest.append(*records)
+                except OSError as error:
+                    raise describe_write_error(str(manifest.path), error) from error
+                done += len(records)
+                log(done)
+                if progress:
+                    progress(done, total)
     return done - first
 
 

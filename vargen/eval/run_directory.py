@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +104,8 @@ def read_manifest(path: Path) -> list[Record]:
     return records
 
 
-RUN_FILE, MEASUREMENTS = "run.json", "measurements"
+RUN_FILE, MEASUREMENTS, LOG_FILE = "run.json", "measurements", "log.txt"
+_LOG_SECONDS = 60
 _PER_FOLDER = 1000  # files; more slow a folder down
 _EXTENDABLE = ("num",)  # settings that may be larger when a run is resumed
 
@@ -162,6 +168,35 @@ class RunDirectory:
             except OSError as error:
                 raise describe_write_error(RUN_FILE, error) from error
         return merged
+
+    @contextmanager
+    def log(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Append to `log.txt` how far a process is: at its start, once a minute, and at its end, also an interruption.
+
+        Yields a function of the number of images that exist, of `total`.
+        """
+        done, said = 0, -math.inf
+
+        def write(text: str) -> None:
+            time_now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+            with contextlib.suppress(OSError), open(self.path / LOG_FILE, "a", encoding="utf-8") as file:
+                file.write(f"{time_now} UTC, {what}: {done} of {total} images{text}\n")
+
+        def update(count: int) -> None:
+            nonlocal done, said
+            done = count
+            if time.monotonic() > said + _LOG_SECONDS:
+                write("")
+                said = time.monotonic()
+
+        try:
+            yield update
+        except BaseException as error:
+            write(f"; stopped by {type(error).__name__}")
+            if isinstance(error, KeyboardInterrupt):
+                logger.warning("%d of %d images are there; the same command resumes", done, total)
+            raise
+        write("; finished")
 
     def records(self) -> dict[tuple[str, int], Record]:
         """Return the last record of each image, by method and index, from the manifests of all shards."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+import vargen
 from vargen.compat import installed_version
 from vargen.eval.contact_sheets import COLUMNS, write_method_grid
 from vargen.eval.features import (
@@ -27,15 +30,16 @@ from vargen.eval.features import (
     write_adm_samples,
 )
 from vargen.eval.measurement import CHUNK, Measurements, MetricModels, measure_images
-from vargen.eval.metrics import MethodMetrics, compute_metrics, summarize_speed
-from vargen.eval.report import plot_quality_vs_speed, write_report
+from vargen.eval.metrics import MethodMetrics, Metrics, compute_metrics, summarize_speed
+from vargen.eval.report import PLOTS, plot_quality_vs_speed, write_report
 from vargen.eval.run import Backend, ImageFile, list_images, read_image, run_locally
 from vargen.eval.run_directory import MEASUREMENTS, Record, RunDirectory, describe_write_error, file_digest
+from vargen.eval.timing import read_timing
+from vargen.files import atomic_file
 from vargen.scoring.image_text import packaged_scorers, scorer_folder
 
 logger = logging.getLogger("vargen")
 
-PLOT = "quality_vs_speed.png"
 REFERENCE = "reference.npz"  # next to a packaged scorer: statistics of the images it was trained on
 ProgressCallback = Callable[[int, int], None]
 
@@ -159,22 +163,49 @@ def evaluate_run(
     models = replace(models, similarity=baseline is not None)
     measured = measure_images(groups, models, run.path / MEASUREMENTS, backend, progress)
     rows = _compute_rows(measured, models, reference, baseline)
+    timing = read_timing(run.path)
     for row in rows:
         records = by_method[row.name]
         row.kind, row.requested_images, row.num_images = settings["methods"][row.name]["kind"], settings["num"], len(records)
         row.speed = summarize_speed(list(records.values()), of_baseline)
+        row.speed["batch1"] = timing["methods"].get(row.name) if timing else None
+        row.notes += note_speed(row.speed, settings["baseline"])
         if len(records) < row.requested_images:
             row.notes.append(f"{len(records)} of {row.requested_images} images have been generated")
+    every = [record for records in by_method.values() for record in records.values()]
+    sampling = {name: value for name, value in settings["sampling"].items() if value is not None}
     about = {
-        "model": settings["model"],
-        "sampling": ", ".join(f"{name} {value:g}" for name, value in settings["sampling"].items()) or "the model's",
+        "model": f"{settings['model']}, weights {settings['weights']}",
+        "sampling": ", ".join(f"{name} {value:g}" for name, value in sampling.items()),
+        "images": f"{settings['num']} per method of {_count_subjects(settings['subjects'])}, seeds from {settings['seed']}",
+        "image size": _describe_size(measured),
+        "machine": _list(record.get("machine") for record in every),
+        "dtype": _list(record.get("dtype") for record in every),
         "batch": settings["batch"],
-        "CPU threads": ", ".join(map(str, sorted({number for row in rows for number in row.speed["threads"]}))),
-        "device": settings["device"],
-        "seed": settings["seed"],
+        "CPU threads": _list(number for row in rows for number in row.speed["threads"]),
+        "timed at batch 1": f"{timing['images']} images of each method, CPU threads: {timing['threads']}" if timing else None,
         **_describe_settings(models, reference),
     }
     return EvaluationResult(rows, baseline, about, measured)
+
+
+def note_speed(speed: Metrics, baseline: str) -> list[str]:
+    """Return a note if a method is slower than the baseline, at the batch of the run or alone."""
+    ratios = [(speed["batch"], speed["speedup"]), (1, (speed["batch1"] or {}).get("speedup"))]
+    slower = [f"{1 / ratio:.2f} times as long at batch {batch}" for batch, ratio in ratios if ratio and ratio < 1]
+    return [f"slower than {baseline}: {' and '.join(slower)}"] if slower else []
+
+
+def _count_subjects(subjects: Sequence[Any]) -> str:
+    return f"{len(subjects)} {'prompts' if isinstance(subjects[0], str) else 'classes'}"
+
+
+def _list(values: Iterable[Any]) -> str | None:
+    return ", ".join(str(each) for each in dict.fromkeys(values) if each is not None) or None
+
+
+def _describe_size(measured: dict[str, Measurements]) -> str | None:
+    return _list(f"{each.size[1]} x {each.size[0]}" for each in measured.values() if each.size is not None)
 
 
 def _image_file(run: RunDirectory, record: Record, baseline: str | None = None) -> ImageFile:
@@ -230,17 +261,34 @@ def _describe_settings(models: MetricModels, reference: FeatureStatistics | None
         "extractor": "none" if extractor is None else extractor.identity,
         "reference": "none" if reference is None else f"{reference.count or 'an unknown number of'} images",
         "resized": size,
-        "vargen": installed_version("vargen"),
+        "vargen": describe_version(),
         "torch": torch.__version__,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def describe_version() -> str:
+    """Return the version of vargen, and in a checkout its commit, with a "+" if files differ from it."""
+    version, root = str(installed_version("vargen")), Path(vargen.__file__).parents[1]
+    if not (root / ".git").exists():
+        return version
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return version
+    return f"{version}, commit {commit}"
 
 
 def write_report_files(run: RunDirectory, result: EvaluationResult) -> list[str]:
     """Write report, tables, a grid of images and, with matplotlib, a plot to the run directory; returns the file names."""
-    figures = []
+    figures, others = [], []
     try:
-        if plot_quality_vs_speed(result.rows, result.baseline, run.path / PLOT):
-            figures.append(PLOT)
+        if figure := plot_quality_vs_speed(result.rows, result.baseline):
+            for name in PLOTS:
+                with atomic_file(run.path / name) as temporary:
+                    figure.savefig(temporary, format=Path(name).suffix[1:])
+            figures, others = [PLOTS[0]], [*PLOTS[1:]]
     except ImportError:
         logger.warning("there is no plot without matplotlib: pip install matplotlib")
     groups: dict[str, list[ImageFile]] = {row.name: [] for row in result.rows}
@@ -249,7 +297,7 @@ def write_report_files(run: RunDirectory, result: EvaluationResult) -> list[str]
             groups[method].append(_image_file(run, record))
     figures += write_method_grid(run.path, groups)
     write_report(run.path, result.rows, result.baseline, result.about, figures)
-    return ["metrics.json", "report.md", *figures]
+    return ["metrics.json", "report.md", "table.tex", *figures, *others]
 
 
 def export_adm_samples(path: Path, images: Sequence[ImageFile], resize: int | None) -> None:
