@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 PATTERNS = (
-    "*.md", "CITATION.cff", "LICENSE", "Makefile", "docs/*.md", "examples/*.py",
+    "*.md", "CITATION.cff", "LICENSE", "Makefile", "docs/*.md", "examples/*.py", "examples/extending/*.py",
     "benchmarks/*.md", "benchmarks/*.json", "benchmarks/*.png", "benchmarks/*.py", "benchmarks/*.txt",
     "assets/**/*.md", "assets/**/*.png", "assets/**/*.webp", "assets/*.txt", "recipes/**/*.md",
 )  # fmt: skip
@@ -23,7 +23,8 @@ PATTERNS = (
 PACKAGES = {"vargen": "vargen", "decoding": "vargen.decoding", "scoring": "vargen.scoring"}
 FOLDERS = {"vargen": "vargen", "pipelines": "vargen/pipelines", "kernels": "vargen/kernels", "assets": "vargen/assets"}
 SOURCES = ROOT / "build/api"
-SOURCE = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Source"]
+# The address of the repository, once there is one.
+SOURCE = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"].get("urls", {}).get("Source")
 # Scripts, images, frames, style sheets and fonts of other servers; links that a reader may follow are none.
 _FETCHED = re.compile(r"""<(?:[^>]*\ssrc|link(?![^>]*rel=["']?canonical)[^>]*\shref)=["']?(?:https?:)?//[^>]*>""")
 
@@ -48,17 +49,19 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links to sources and folders, which the site does not have, lead to the repository."""
+    """Links to sources and folders, which the site does not have, lead to the repository; without an address, they are text."""
     folder = (ROOT / page.file.src_uri).parent
 
     def resolve(match: re.Match[str]) -> str:
-        target = (folder / match[1]).resolve()
+        target = (folder / match[2]).resolve()
         if not target.is_relative_to(ROOT) or not target.exists():
             return match[0]
         path = target.relative_to(ROOT).as_posix()
-        return match[0] if files.get_file_from_path(path) else f"]({SOURCE}/blob/main/{path})"
+        if files.get_file_from_path(path):
+            return match[0]
+        return f"[{match[1]}]({SOURCE}/blob/main/{path}{match[3] or ''})" if SOURCE else match[1]
 
-    return re.sub(r"\]\(([^)\s#:]+)\)", resolve, markdown)
+    return re.sub(r"(?<!!)\[([^\[\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)", resolve, markdown)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:

@@ -7,7 +7,7 @@ cumulative sum is inverted in two steps, and only the sums of blocks are accumul
 On a CPU, NumPy selects and sorts several times as fast as torch. Torch's flash attention kernel for CPUs is optimized for many
 queries: without AVX-512, two matrix products and a softmax are faster for few (explicit attention). A linear layer `x W^T` with
 few rows is bound by reading its weight, which BLAS reads faster as `[K, N]` than as `[N, K]`, the layout in which torch creates
-and loads it. `docs/log.md` has the times.
+and loads it. `docs/dev/log.md` has the times.
 
 A tree mask is stored as bits of 64-bit words: 2 KB for 128 tokens, compared with 541 KB for a mask over 4,096 slots.
 

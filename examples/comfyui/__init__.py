@@ -1,5 +1,6 @@
-"""vargen in ComfyUI: copy this folder to `custom_nodes/vargen`, install its `requirements.txt` into ComfyUI's environment, and
-restart. The nodes are in the category vargen.
+"""vargen in ComfyUI: copy this folder to `custom_nodes/vargen`, install vargen into ComfyUI's environment, and restart.
+
+The nodes are in the category vargen.
 """
 
 from .image_node import VargenImage

@@ -1,4 +1,4 @@
-"""The invariants of docs/architecture.md for every preset and every rule, on table models.
+"""The invariants of docs/design.md for every preset and every rule, on table models.
 
 Exact rules reach the joint distribution: `test_exactness`. Nothing in a pass is read on the host: `test_graphs`.
 """

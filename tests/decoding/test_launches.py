@@ -1,7 +1,7 @@
 """The number of kernels that a GPU launches for a pass, which decides its time: LlamaGen-B, one image with guidance, window 16.
 
 Operations of a pass are counted that neither allocate nor make views: a lower bound of kernels, as a sort is several.
-`F.rms_norm`, one kernel on a GPU, counts as one. docs/kernels.md has the table.
+`F.rms_norm`, one kernel on a GPU, counts as one. docs/performance.md states the numbers.
 """
 
 from __future__ import annotations

@@ -78,8 +78,13 @@ def test_it_is_a_notebook_without_outputs(notebook: dict[str, Any]) -> None:
             assert cell["execution_count"] is None and cell["outputs"] == []
 
 
-def test_it_opens_on_colab_and_installs_from_the_repository(notebook: dict[str, Any], repo_root: Path) -> None:
-    source = tomllib.loads((repo_root / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Source"]
+def test_it_opens_on_colab_and_installs_from_the_repository_once_there_is_one(
+    notebook: dict[str, Any], repo_root: Path
+) -> None:
+    source = tomllib.loads((repo_root / "pyproject.toml").read_text("utf-8"))["project"].get("urls", {}).get("Source")
+    if source is None:
+        assert "http" not in json.dumps(notebook["cells"]), "leads nowhere"
+        return
     place = re.sub(r"^https://(github\.com/)?", "", source)
     colab = f"https://colab.research.google.com/github/{place}/blob/main/examples/diffusers.ipynb"
     first = "".join(notebook["cells"][0]["source"])

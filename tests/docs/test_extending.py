@@ -1,18 +1,18 @@
-"""docs/extending.md is run as it stands: its files, its lines, its tests, its proofs."""
+"""docs/extending.md and examples/extending are run as they stand: files, lines, tests, proofs."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from markdown import blocks, commands
+from markdown import blocks, commands, prose
 from recorded_graph import RecordedGraph, captured_passes
 from rejects import rejects
 from tiny_models import class_pipeline, text_pipeline, tiny_transformer
@@ -28,11 +28,8 @@ from vargen.pipelines.loading import FAMILIES, inspect_model
 
 @pytest.fixture
 def guide(repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """The guide's files in the current folder; those that are shown in parts are put together."""
-    files: dict[str, str] = defaultdict(str)
-    for block in blocks(repo_root / "docs/extending.md", "python"):
-        if block.file:
-            files[block.file] += block.code
+    """The files of examples/extending in the current folder."""
+    files = {path.name: path.read_text("utf-8") for path in sorted((repo_root / "examples/extending").glob("*.py"))}
     for name, code in files.items():
         (tmp_path / name).write_text(code, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -46,9 +43,16 @@ def guide(repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
         register_family(family)
 
 
+def test_the_page_shows_the_files(guide: dict[str, str], repo_root: Path) -> None:
+    shown = blocks(repo_root / "docs/extending.md", "python")
+    assert [block.file for block in shown] == ["typical.py", "methods.py", "lookup.py", "methods.py"]
+    for block in shown:
+        assert block.code.split("\n", 1)[1] in guide[str(block.file)], block.file
+
+
 def test_one_file_one_line_one_test(guide: dict[str, str]) -> None:
     tests = [name for name in guide if name.startswith("test_")]
-    assert tests == ["test_typical.py", "test_lookup.py", "test_colorfulness.py", "test_linear_heads.py", "test_palette.py"]
+    assert tests == [f"test_{name}.py" for name in ("colorfulness", "linear_heads", "lookup", "palette", "typical")]
     for name in tests:
         module = importlib.import_module(name.removesuffix(".py"))
         (test,) = [value for key, value in vars(module).items() if key.startswith("test_")]
@@ -79,11 +83,9 @@ def test_the_methods_and_the_scorer_generate_images(guide: dict[str, str], repo_
     assert torch.equal(generated(methods.lookup_shared), generated("ar"))
     for method in (methods.medusa_like, methods.lookup):
         assert pipe("a red apple", accelerator=method).stats.accelerator == method.name
+    (call,) = re.findall(r"`(pipe\(.*scorer=.*\))`", prose(repo_root / "docs/extending.md"))
     scope = {"pipe": pipe, **vars(importlib.import_module("colorfulness"))}
-    (call,) = [block for block in blocks(repo_root / "docs/extending.md", "python") if not block.file]
-    if call.runs:
-        exec(call.code, scope)
-        assert len(scope["result"].images) == 1
+    assert len(eval(call, scope).images) == 1
 
 
 @pytest.mark.parametrize("name", ["lookup", "lookup_shared"])

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer
 from markdown import anchors, blocks, commands, links, pages, prose
+from tiny_language_models import make_janus, needs_janus
+from typer.testing import CliRunner
 
 import vargen.decoding
 import vargen.decoding.experimental
@@ -23,7 +24,7 @@ from vargen.decoding import PRESETS, Accelerator
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages(ROOT)])
 # What was written once keeps the commands of its time.
-DATED = {ROOT / "CHANGELOG.md", ROOT / "docs" / "log.md", *(ROOT / "benchmarks").glob("*_20*.md")}
+DATED = {ROOT / "CHANGELOG.md", ROOT / "docs" / "dev" / "log.md", *(ROOT / "benchmarks").glob("*_20*.md")}
 CURRENT_PAGES = pytest.mark.parametrize(
     "page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages(ROOT) if page not in DATED]
 )
@@ -78,7 +79,7 @@ def test_code_compiles_and_what_it_imports_exists(page: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     """By `wc -w`: prose, tables and code together."""
-    assert len(README.read_text("utf-8").split()) <= 900, "move something to docs/"
+    assert len(README.read_text("utf-8").split()) <= 750, "move something to docs/"
 
 
 def test_a_pass_is_shown_as_the_loop_has_it() -> None:
@@ -102,32 +103,51 @@ def test_the_readme_names_the_core_methods_and_their_kinds() -> None:
 
 
 def test_the_readme_says_what_was_measured() -> None:
-    text = prose(README)
-    first, section = text.split("## Measured")
-    section = section.split("\n## ")[0]
+    section = prose(README).split("## Measured")[1].split("\n## ")[0]
     figures, unseen = [link for link in links(README) if link.endswith(".json")]
     report = json.loads((ROOT / figures).read_text())
     known = {method["name"]: method for method in report["methods"]}
     others = {method["name"]: method for method in json.loads((ROOT / unseen).read_text())["methods"]}
     rows = re.findall(r"^\| `([\w-]+)` \| (.*) \|$", section, flags=re.MULTILINE)
     assert len(rows) > 5 and [name for name, _ in rows] == sorted((name for name, _ in rows), key=list(PRESETS).index)
+    assert "of 16" in section and {method["images"] for method in known.values()} == {16}
     for name, said in rows:
         method = known[name]
         true = [method["tokens_per_pass"], others[name]["tokens_per_pass"], method["ratio"]]
         cells = [cell.strip() for cell in said.split("|")]
-        assert cells == [*(f"{value:.2f}" for value in true), f"{method['relaxation_per_image']:.1f}"], name
-    compared = re.findall(r"^\| `([\w-]+)`, [^|]* \| ([\d.]+) \| ([\d.]+) \| (\d+) of (\d+) \|$", first, flags=re.MULTILINE)
-    assert [row[0] for row in compared] == ["ar", "gumbel", "mulo"]
-    for name, tokens, seconds, same, images in compared:
-        method = known[name]
-        assert (tokens, seconds) == (f"{method['tokens_per_pass']:.2f}", f"{method['seconds_per_image']:.2f}"), name
-        assert (int(same), int(images)) == (method["same_as_baseline"], method["images"]), name
+        assert cells == [*(f"{value:.2f}" for value in true), str(method["same_as_baseline"])], name
     one = report["cost_curve"]["1"]
     curve = {width: seconds / one for width, seconds in report["cost_curve"].items()}
     said = re.findall(r"a pass over (\d+) tokens took\s+([\d.]+)?", section, flags=re.IGNORECASE)
     assert said
     for width, times in said:
         assert not times or times == f"{curve[width]:.2f}"
+
+
+def test_the_readme_counts_lines_of_code() -> None:
+    """As `git ls-files 'FOLDER/*.py' | xargs cat | wc -l` does, to a tenth."""
+    section = README.read_text("utf-8").split("## Code")[1]
+    rows = re.findall(r"^([\w/]+)(?:\{([\w,]+)\})?/ +([\d,]+)", section, flags=re.MULTILINE)
+    assert len(rows) == len(re.search(r"```\n(.*?)```", section, flags=re.DOTALL)[1].splitlines())  # type: ignore[index]
+    for folder, parts, said in rows:
+        files = [path for part in parts.split(",") for path in (ROOT / folder / part).rglob("*.py")]
+        lines = sum(len(path.read_text("utf-8").splitlines()) for path in files)
+        assert abs(lines / int(said.replace(",", "")) - 1) < 0.1, f"{folder}{parts}: {lines}"
+
+
+@pytest.mark.extended
+def test_proofs_come_out_as_pages_show_them() -> None:
+    """The line of the README, and the extract of docs/exactness.md from the table of all methods."""
+
+    def run(*words: str) -> set[str]:
+        result = CliRunner().invoke(app, ["verify", *words])
+        assert result.exit_code == 0, result.output
+        return {" ".join(line.split()) for line in result.stdout.splitlines()}
+
+    (shown,) = [block.code for block in blocks(README, "") if "$ vargen verify scd" in block.code]
+    assert set(shown.splitlines()[1:]) <= run("scd")
+    (extract,) = [block.code for block in blocks(ROOT / "docs/exactness.md", "") if "worst distance" in block.code]
+    assert {" ".join(line.split()) for line in extract.splitlines()} <= {"", *run()}
 
 
 @pytest.mark.slow
@@ -145,30 +165,53 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_every_method_is_described_as_it_is() -> None:
-    page = ROOT / "docs/methods.md"
-    sections = re.split(r"^## `", page.read_text(), flags=re.MULTILINE)[1:]
-    described = {section.split("`")[0]: section for section in sections}
-    assert list(described) == list(PRESETS)
-    for name, section in described.items():
-        code = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)[0]
+    """Core presets by a section each, experimental ones by a row; in both, the composition is that of the preset."""
+    page = (ROOT / "docs/methods.md").read_text("utf-8")
+    sections = {part.split("`")[0]: part for part in re.split(r"^### `", page, flags=re.MULTILINE)[1:]}
+    rows = re.findall(r"^\| `([\w-]+)` \| (\w+)[^|]* \| .* \| `(\w+\(.*\))` \|$", page, flags=re.MULTILINE)
+    assert list(sections) == [name for name, preset in PRESETS.items() if not preset.experimental]
+    assert [name for name, *_ in rows] == [name for name, preset in PRESETS.items() if preset.experimental]
+    described = {
+        name: (re.findall(r"\*\*(\w+)", section)[0].lower(), re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)[0])
+        for name, section in sections.items()
+    } | {name: (kind, code) for name, kind, code in rows}
+    for name, (kind, code) in described.items():
         composed = eval(code, {**vars(vargen.decoding), **vars(vargen.decoding.experimental), "Accelerator": Accelerator})
         assert composed.spec() == PRESETS[name].spec(), name
-        assert f"**{PRESETS[name].kind.capitalize()}" in section, name
+        assert kind == PRESETS[name].kind, name
 
 
 @pytest.mark.extended
-def test_usage_runs(
-    tiny_model: Path, tiny_scale_model: Path, video_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On tiny models instead of the packaged and the official ones."""
-    names = {'"emoji"': tiny_model, '"var-d16"': tiny_scale_model, '"emoji-video"': video_model}
-    monkeypatch.chdir(tmp_path)
-    scope: dict[str, Any] = {"torch": torch}
-    for block in blocks(ROOT / "docs/usage.md", "python"):
-        if block.runs:
-            code = block.code
-            for name, folder in names.items():
-                code = code.replace(name, repr(str(folder)))
-            exec(compile(code, block.page, "exec"), scope)
+def test_the_guide_runs(tiny_model: Path, video_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tiny models of tokens and of video, instead of the packaged ones."""
+    scope = run_page("guide", {"emoji": tiny_model, "emoji-video": video_model}, tmp_path, monkeypatch)
     assert scope["inpainted"].size == scope["image"].size and (tmp_path / "wink.webp").stat().st_size
     assert len(scope["result"].stats.blocks) == 8, "the last result is a video's"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("page", ["exactness", "performance"])
+def test_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_page(page, {}, tmp_path, monkeypatch)
+
+
+@needs_janus
+def test_language_models_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Janus of random weights."""
+    folder = tmp_path / "janus"
+    for part in make_janus():
+        part.save_pretrained(folder)
+    scope = run_page("models", {"deepseek-community/Janus-Pro-1B": folder}, tmp_path, monkeypatch)
+    assert scope["result"].stats.accelerator == "gumbel"
+
+
+def run_page(name: str, folders: dict[str, Path], place: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run the Python blocks of a page one after the other, with models of `folders` for those that it names."""
+    monkeypatch.chdir(place)
+    scope: dict[str, Any] = {}
+    for block in blocks(ROOT / f"docs/{name}.md", "python"):
+        code = block.code
+        for model, folder in folders.items():
+            code = code.replace(f'"{model}"', repr(str(folder)))
+        exec(compile(code, block.page, "exec"), scope)
+    return scope

@@ -39,7 +39,7 @@ class Block:
 def pages(root: Path) -> list[Path]:
     """Every page for readers, beside those of assets/."""
     folders = [root / "docs", root / "benchmarks"]
-    return sorted([*root.glob("*.md"), *(page for folder in folders for page in folder.glob("*.md"))])
+    return sorted([*root.glob("*.md"), root / "docs/dev/log.md", *(page for folder in folders for page in folder.glob("*.md"))])
 
 
 def blocks(page: Path, language: str | None = None) -> list[Block]:
