@@ -13,13 +13,11 @@ from vargen.decoding import (
     Noise,
     NonFiniteLogitsError,
     Purpose,
-    Sampling,
     Tree,
     decode,
     resolve_method,
     shared_noise,
 )
-from vargen.decoding.sampling import to_probs
 from vargen.evaluation.table_models import TableModel
 
 TREES = {
@@ -28,26 +26,6 @@ TREES = {
     "two branches": (-1, 0, 0, 1, 2),
     "bushy": (-1, 0, 0, 0, 1, 1, 2, 4, 4),
 }
-
-
-def counts(tokens: torch.Tensor, vocab: int) -> torch.Tensor:
-    index = (tokens * vocab ** torch.arange(tokens.shape[1] - 1, -1, -1)).sum(1)
-    return torch.bincount(index, minlength=vocab ** tokens.shape[1]).view([vocab] * tokens.shape[1])
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_k=3), Sampling(top_p=0.7)])
-def test_ar_samples_the_enumerated_joint_law(sampling):
-    model, n = TableModel(vocab=4, tokens=4, seed=3), 40_000
-    result = decode(model, torch.zeros(n, dtype=torch.int64), torch.arange(n), "ar", sampling)
-    exact = model.joint(0, lambda logits: to_probs(logits, sampling))
-    generated = counts(result.tokens, 4) / n
-    noise = (exact * (1 - exact) / n).sqrt().sum() * math.sqrt(2 / math.pi) / 2  # expected total variation of n draws
-    distance = (generated - exact).abs().sum() / 2
-    assert distance < 1.5 * noise
-    assert generated[exact == 0].sum() == 0
-    # The same check tells a wrong probs from the right one.
-    wrong = model.joint(1, lambda logits: to_probs(logits, sampling))
-    assert (generated - wrong).abs().sum() / 2 > 5 * noise
 
 
 @pytest.mark.parametrize("shape", TREES)
@@ -154,17 +132,6 @@ def test_non_finite_logits_past_the_grid_do_not_matter():
     accelerator = Accelerator(drafter=GuessingDrafter((-1, 0, 1, 2), 3))
     result = decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), accelerator)
     assert result.finished
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("arr", "did you mean 'ar'"), ("xyzzy", "known: auto, ar, sjd")],
-)
-def test_unknown_accelerators_name_the_nearest(name, message):
-    with pytest.raises(ValueError, match=message):
-        resolve_method(name)
-    with pytest.raises(TypeError, match="preset's name or a method object"):
-        resolve_method(3)  # type: ignore[arg-type]
 
 
 def test_trees():
