@@ -5,13 +5,11 @@ import math
 
 import pytest
 import torch
-from one_step import one_step, random_probs
-from table_methods import PRESETS_OF_TOKENS, RELAXED_RULES, bind_rule, codebook, table_model, total_variation
+from table_methods import RELAXED_RULES, bind_rule, codebook, random_probs
 
 from vargen.decoding import (
     Accelerator,
     Draft,
-    Engine,
     Jacobi,
     NeighborhoodRule,
     Noise,
@@ -21,11 +19,8 @@ from vargen.decoding import (
 )
 from vargen.decoding.experimental import JacobiTree
 from vargen.decoding.neighbors import build_neighbor_table
-from vargen.decoding.noise import Purpose
-from vargen.decoding.rules import acceptance_rule
 from vargen.evaluation.table_models import TableModel
 from vargen.files import cache_folder
-from vargen.kernels import dispatch
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -91,25 +86,6 @@ def test_greedy_images_are_those_of_ar_but_for_what_the_budget_allows(drafter):
         assert not other[torch.tensor(generated.stats.relaxation) == 0].any()
 
 
-@pytest.mark.parametrize("is_cpu", [True, False], ids=["by group", "by tensors"])
-@pytest.mark.parametrize("name", ["lantern", "gsd", "lantern-jacobi"])
-def test_a_greedy_image_beside_a_sampled_one_is_the_image_alone(name, is_cpu, monkeypatch):
-    """Also as on a GPU, where the options of the slots are tensors."""
-    monkeypatch.setattr(dispatch, "EAGER_CPU", is_cpu)
-    condition, seeds, spent = torch.tensor([0, 1]), torch.tensor([7, 8]), 0.0
-    for options in ((GREEDY, Sampling()), (Sampling(0.9, 5, 0.95), GREEDY), (GREEDY, Sampling(0.0, top_k=2))):
-        engine = Engine(table_model(), PRESETS_OF_TOKENS[name], batch_size=2)
-        for row in range(2):
-            engine.submit(condition[row, None], seeds[row, None], options[row])
-        for image in engine.run():
-            own = condition[image.number, None], seeds[image.number, None], PRESETS_OF_TOKENS[name], options[image.number]
-            alone = decode(table_model(), *own)
-            assert torch.equal(image.tokens, alone.tokens[0]) and image.stats.passes == alone.stats.passes
-            assert math.isclose(image.stats.relaxation[0], alone.stats.relaxation[0], abs_tol=1e-4)
-            spent += image.stats.relaxation[0] * own[3].is_greedy
-    assert name == "gsd" or spent > 0
-
-
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     """An empty cache folder, and nothing remembered in this process."""
@@ -131,11 +107,6 @@ def test_neighbours_are_the_nearest_codes_without_the_token_itself(count, own_ca
         gap = [((book[token] - book[other]).double().square().sum().item(), other) for other in range(60) if other != token]
         assert table[token].tolist() == [other for _, other in sorted(gap)[:count]]
     assert table[7, 0] == 3 and table[3, 0] == 7
-
-
-def test_codes_that_are_all_alike_have_the_same_neighbours_everywhere(own_cache):
-    table = build_neighbor_table(torch.ones(50, 3), 4)
-    assert table[0].tolist() == [1, 2, 3, 4] and table[2].tolist() == [0, 1, 3, 4] and table[49].tolist() == [0, 1, 2, 3]
 
 
 def test_a_table_is_made_once_and_kept(own_cache, monkeypatch):
@@ -167,60 +138,3 @@ def test_a_neighbourhood_is_the_longest_prefix_within_its_bounds():
                 break
             mass += p[image, other]
         assert abs(found[image] - mass) < 1e-12
-
-
-def test_a_bound_neighbourhood_is_the_same_method():
-    model = TableModel(vocab=12, tokens=4)
-    model.codebook = codebook(12)
-    rule = NeighborhoodRule(size=3)
-    assert rule.bind(model) == rule and Accelerator(drafter=Jacobi(4), acceptance=rule).spec()
-
-
-def test_a_bound_of_the_mass_is_none_of_the_distance():
-    """LANTERN's delta limits each draft's own modification; the sum over drafts is what is reported, and is larger."""
-    p, q = random_probs(64, 30, False).unbind(1)
-    output, _ = one_step(bind_rule(NeighborhoodRule(size=29, ratio=None, delta=0.05), 30), p, q)
-    assert total_variation(output, p).max() > 0.1
-
-
-def with_residual(make):
-    """The neighbourhood rule, refusing into `make(p, q, tokens, A, size nearest)`, where A is what counted for the draft."""
-    rule = bind_rule(NeighborhoodRule(size=4, ratio=3.0), 9)
-
-    @acceptance_rule(exact=False)
-    def wrong(probs, draft, noise, relaxation):
-        verdict = rule(probs, draft, noise, relaxation)
-        p, near = probs[:, 0], rule.neighbor_table[draft.tokens[:, 0]].long()
-        mass = p.gather(1, near).cumsum(1)
-        counted = mass <= 2.0 * p.gather(1, draft.tokens)
-        left = make(p, draft.probs[:, 0], draft.tokens, near, counted)
-        return dataclasses.replace(verdict, next_token=noise.select_slot(None).sample(left[:, None], Purpose.RESIDUAL)[:, 0])
-
-    return wrong
-
-
-def neighbours_stay(p, q, tokens, near, counted):
-    """LANTERN's static trees: neighbours are taken from q instead of p, so they keep all of their mass."""
-    return (p - q.scatter(1, near, q.gather(1, near) * ~counted)).clamp(min=0)
-
-
-def all_nearest_go(p, q, tokens, near, counted):
-    """LANTERN's dynamic trees: all the k nearest lose their mass as soon as one of them counted, not those that did."""
-    gone = p.scatter(1, near, p.gather(1, near) * ~counted.any(1, keepdim=True))
-    left = (gone - q).clamp(min=0)
-    return torch.where(left.sum(1, keepdim=True) > 0, left, p)
-
-
-def anything(p, q, tokens, near, counted):
-    """LANTERN, where nothing is left: the whole vocabulary alike."""
-    return torch.ones_like(p)
-
-
-@pytest.mark.parametrize("wrong", [neighbours_stay, all_nearest_go, anything])
-def test_the_law_tells_the_residuals_of_released_code(wrong):
-    p, q = random_probs(64, 9, False).unbind(1)
-    output, probability = one_step(with_residual(wrong), p, q)
-    extra = (q * probability).sum(1) - torch.minimum(p, q).sum(1)
-    above = total_variation(output, p) - extra
-    assert above.min() > -1e-9  # no residual costs less than the optimal one
-    assert above.max() > 1e-2

@@ -125,15 +125,6 @@ def test_coupled_drafts_generate_the_image_of_ar(kind, shape, guidance: float, i
     assert torch.equal(found.tokens, expected.tokens) and found.stats.passes < expected.stats.passes
 
 
-@pytest.mark.parametrize("kind", [Eagle, Medusa])
-def test_a_row_of_a_batch_is_the_image_alone(kind) -> None:
-    model, method = tiny(), Accelerator("mine", kind(DynamicTree(9, 3, 3)), traversal)
-    together = decode(model, CONDITION, SEEDS, method).tokens
-    for row in range(3):
-        alone = decode(model, CONDITION.select_rows(slice(row, row + 1)), SEEDS[row : row + 1], method).tokens
-        assert torch.equal(alone[0], together[row])
-
-
 # -- bad input ----------------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from rejects import rejects
 
 from vargen.decoding import (
     Accelerator,
@@ -16,10 +15,8 @@ from vargen.decoding import (
     TokenState,
     Tree,
     decode,
-    shared_noise,
-    traversal,
 )
-from vargen.decoding.experimental import JacobiTree, SampledTree, SpeculativeTree, k_seq, recursive_rejection
+from vargen.decoding.experimental import JacobiTree, SampledTree, SpeculativeTree, recursive_rejection
 from vargen.decoding.experimental.eagle_children import SharedNoise, TopK
 from vargen.decoding.tree_drafters import Children, Frontier, grow_tree
 from vargen.evaluation.table_models import TableModel
@@ -204,44 +201,3 @@ def test_what_lies_past_the_grid_is_not_valid():
     draft, _ = grown(DynamicTree(7, 3, 3), Children(), table(4, 6), total=7)
     assert draft.valid is not None
     assert torch.equal(draft.valid, draft.tree.depth[:, 1:] <= 2)
-
-
-# -- bad input ------------------------------------------------------------------------------------------------------------
-
-
-def test_trees_that_a_model_cannot_take_are_refused_before_a_pass():
-    model = two_models(vocab=3, tokens=4)
-    for drafter, message in [
-        (SpeculativeTree(DynamicTree(4, 2, 2), model=TableModel(vocab=4, tokens=4)), "share the target's vocabulary"),
-    ]:
-        rule = recursive_rejection
-        with pytest.raises(ValueError, match=message):
-            decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), Accelerator(drafter=drafter, acceptance=rule))
-    assert model.passes == []
-
-
-# -- on a device ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("children,rules", [
-    (Children(), [recursive_rejection, traversal, shared_noise]), (None, [k_seq]),
-    (TopK(), [recursive_rejection]),
-    (SharedNoise(), [shared_noise]),
-], ids=["without-replacement", "with-replacement", "top-k", "shared-noise"])  # fmt: skip
-def test_nothing_is_read_from_the_device(children, rules):
-    """Tensors of the meta device hold no values: whatever read one would raise."""
-    B, V, place = 3, 9, torch.device("meta")
-    seeds, length = torch.zeros(B, dtype=torch.int64, device=place), torch.ones(B, 1, dtype=torch.int64, device=place)
-    q, image = torch.empty(B, V + 1, V, device=place), torch.arange(B, device=place)[:, None]
-    noise = Noise(seeds, length, 1)
-    if children is None:
-        tree = Tree.batched(torch.zeros(B, 6, dtype=torch.int64, device=place), 3, 2)
-        draft = Draft(torch.zeros(B, 5, dtype=torch.int64, device=place), tree, torch.empty(B, 5, V, device=place))
-    else:
-        shape, rates = DynamicTree(6, 3, 3), torch.empty(3, device=place)
-        draft = grow_tree(lambda frontier: q[image, frontier.tokens], shape, children, rates, seeds, noise, 100)
-    probs = torch.empty(B, draft.tokens.shape[1] + 1, V, device=place)
-    for rule in rules:
-        verdict = rule(probs, draft, Noise(seeds, length + draft.tree.depth, 1), torch.zeros(B, device=place))
-        assert verdict.next_token.shape == (B,)
-    rejects(lambda: int(verdict.count[0]), "meta", RuntimeError)

@@ -1,17 +1,14 @@
 """A video chooses its CPU threads by what its passes take with them, as images do; blocks are shown in one line."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_transformer
 from tiny_video import models, stream
 
 from vargen.decoding import costs
 from vargen.decoding import costs as cost
-from vargen.models.heads.network import MedusaDrafter
 
 
 @pytest.fixture(autouse=True)
@@ -56,22 +53,3 @@ def test_measuring_leaves_the_video_as_it_is(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cost, "user_thread_count", lambda: None)
     again = torch.cat([block.latents for block in stream("sdvg", blocks=3, model=models(window=4))])
     torch.testing.assert_close(again, alone)
-
-
-def test_a_block_is_shown_in_one_line() -> None:
-    text = repr(next(stream("target", blocks=1)))
-    assert "tensor" not in text and len(text) < 200 and "number=0" in text
-
-
-def test_casting_a_network_logs_no_empty_list(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("diffusers.models.modeling_utils")
-    logger.addHandler(caplog.handler)
-    caplog.set_level(logging.WARNING, logger.name)  # the command line, in other tests, asks it for errors alone
-    try:
-        for network in (tiny_transformer("class"), MedusaDrafter(32, 64, 4)):
-            network.to(torch.float16)
-        logger.warning("modules [] are kept in float32: []")  # as some releases of diffusers log
-        logger.warning("something else")
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert {record.getMessage() for record in caplog.records} == {"something else"}
