@@ -43,7 +43,7 @@ PACKAGE_TESTS = (
     "demo",
     "evaluation",
     "models/test_compact.py",
-    "models/test_manifest.py",
+    "models/test_networks.py",
     "models/test_text_encoder.py",
     "models/test_trained_drafters.py",
     "models/test_wan_vae.py",

@@ -4,7 +4,6 @@ The port follows the descriptions of Wan2.1 (arXiv 2503.20314) and of causal gen
 float64; commit `a0068ee6` has it, in `tests/support/wan_port.py`.
 """
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from vargen.models.causal_video.network import CausalVideoTransformer
 from diffusers import WanTransformer3DModel  # isort: skip  (after the torchvision guard)
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "causal_video.safetensors"
-MANIFEST = json.loads((Path(__file__).resolve().parents[1] / "golden" / "causal_video_manifest.json").read_text())
 SIZES = {
     "1.3B": {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30},
     "14B": {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40},
@@ -48,17 +46,6 @@ def test_blocks_are_those_of_stored_tensors(case):
     expected = golden[f"velocity.{case}"]
     assert expected.abs().max() > 0.5
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_tensors_of_the_official_sizes(size):
-    with torch.device("meta"):
-        model = CausalVideoTransformer(**SIZES[size])
-    expected = dict(MANIFEST[size]["tensors"])
-    for layer in range(MANIFEST[size]["layers"]):
-        expected |= {f"blocks.{layer}.{name}": shape for name, shape in MANIFEST[size]["block"].items()}
-    assert {name: list(value.shape) for name, value in model.state_dict().items()} == expected
-    assert sum(value.numel() for value in model.parameters()) == MANIFEST[size]["parameters"]
 
 
 @pytest.mark.parametrize("size", SIZES)

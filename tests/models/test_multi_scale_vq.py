@@ -1,7 +1,5 @@
 """The multi-scale image tokenizer against the official one, and the laws of its sum over scales."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +9,8 @@ from rejects import rejects
 from tiny_models import teacher_inputs
 from torch import Tensor
 
-from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512, MultiScaleVQModel, assign_phi
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel, assign_phi
 
-_GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 Golden = tuple[MultiScaleVQModel, dict[str, Tensor]]
 
 
@@ -74,16 +71,6 @@ def test_the_official_phi_of_each_scale() -> None:
     tables = {10: "0011122333", 12: "000111222333", 13: "0001112222333", 14: "00011112222333", 6: "001233", 4: "0123"}
     assert {S: "".join(map(str, assign_phi(S, 4))) for S in tables} == tables
     assert assign_phi(3, 1) == (0, 0, 0) and assign_phi(1, 4) == (0,) and assign_phi(4, 2) == (0, 0, 1, 1)
-
-
-@pytest.mark.parametrize("scales", [SCALES_256, SCALES_512])
-def test_tensors_and_parameters_are_the_official_ones(scales: tuple[int, ...]) -> None:
-    official = json.loads((_GOLDEN / "var_manifest.json").read_text())["vae_ch160v4096z32"]
-    with torch.device("meta"):
-        model = MultiScaleVQModel(scales=scales)
-    assert {key: list(value.shape) for key, value in model.state_dict().items()} == official["tensors"]
-    assert sum(parameter.numel() for parameter in model.parameters()) == official["params"]
-    assert model.downsampling == 16 and model.image_size == 16 * scales[-1]
 
 
 # -- the sum over scales -------------------------------------------------------------------------------------------
