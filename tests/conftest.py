@@ -46,7 +46,7 @@ PACKAGE_TESTS = (
     "models/test_networks.py",
     "models/test_text_encoder.py",
     "models/test_trained_drafters.py",
-    "models/test_wan_vae.py",
+    "models/test_video_decoders.py",
     "models/test_weights.py",
     "pipelines",
     "scoring",
