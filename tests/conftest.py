@@ -60,7 +60,6 @@ PACKAGE_TESTS = (
 # Calls of pipelines whose results depend on torch alone.
 TORCH_TESTS = (
     "pipelines/test_accelerators.py",
-    "pipelines/test_after_a_call.py",
     "pipelines/test_ambient_state.py",
     "pipelines/test_batch_size.py",
     "pipelines/test_best_of.py",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_language_models import make_janus, needs_janus
-from tiny_models import class_var_pipeline, text_pipeline
+from tiny_models import text_pipeline
 
 import vargen
 from vargen.decoding import Engine
@@ -18,18 +18,6 @@ PROMPTS = ["a red apple", "dog", "a very long prompt of many words about a cat w
 def generate(pipe: Any, **options: Any) -> Any:
     generators = [torch.Generator().manual_seed(number) for number in range(5)]
     return pipe(generator=generators, output_type="latent", **options)
-
-
-@pytest.mark.parametrize("method", ["gumbel:window=4", "ar"])
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_images_of_a_list_are_those_of_one_batch(method: str, guidance: float) -> None:
-    pipe = text_pipeline()
-    pipe.transformer.double()
-    options = {"prompt": PROMPTS, "accelerator": method, "guidance_scale": guidance, "guidance_interval": 5}
-    negative = {"negative_prompt": [f"no {prompt}" for prompt in PROMPTS]} if guidance != 1 else {}
-    whole, parts = generate(pipe, **options, **negative), generate(pipe, batch_size=2, **options, **negative)
-    assert torch.equal(whole.images, parts.images) and parts.stats.seeds == whole.stats.seeds
-    assert whole.stats.passes < parts.stats.passes
 
 
 @needs_janus
@@ -45,18 +33,6 @@ def test_prompts_of_different_length_join_a_language_model() -> None:
     engine.submit(long, torch.tensor([2]))
     found = {image.number: image for image in engine.run()}
     assert found[0].error is None and isinstance(found[1].error, ValueError)
-
-
-def test_next_scale_models_generate_a_list_batch_by_batch() -> None:
-    pipe, sizes = class_var_pipeline(), []
-
-    def count(pipe: Any, step: int, tokens: int, tensors: dict[str, Any]) -> dict[str, Any]:
-        sizes.append(len(tensors["latents"]))
-        return {}
-
-    whole = generate(pipe, class_labels=[0, 1, 2, 3, 0])
-    parts = generate(pipe, class_labels=[0, 1, 2, 3, 0], batch_size=2, callback_on_step_end=count)
-    assert torch.equal(whole.images, parts.images) and set(sizes) == {1, 2}
 
 
 def test_pixels_of_many_images_are_decoded_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
