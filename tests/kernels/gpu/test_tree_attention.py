@@ -162,22 +162,6 @@ def test_lengths_past_the_last_slot_read_none_after_it() -> None:
     assert (out.double() - case.expected()).abs().max() < 3e-6
 
 
-def test_hidden_prefix_slots_and_a_prefix_in_one_slot() -> None:
-    """n rows of key 0 are one slot of key 0, their mean and bias log n: the exact form of LlamaGen's conditioning."""
-    many, one = Case(4, [30], P=24, room=40), Case(4, [30], P=1, room=40)
-    visible = torch.arange(24) >= 5
-    many.k[:, :, :24] = 0
-    many.bias = visible.float().log()[None]
-    for a, b in ((one.k, many.k), (one.v, many.v)):
-        a[:, :, 1:35] = b[:, :, 24:58]
-    one.k[:, :, :1] = 0
-    one.v[:, :, :1] = many.v[:, :, :24][:, :, visible].mean(2, keepdim=True)
-    one.bias = visible.sum().float().log().view(1, 1)
-    one.q = many.q
-    torch.testing.assert_close(one.got(tiles=SMALL), many.got(tiles=SMALL), atol=2e-6, rtol=0)
-    check(one, tiles=SMALL)
-
-
 def test_results_do_not_depend_on_splits_and_tiles() -> None:
     case = Case(20, [77, 3], K=64, room=100)
     base = case.got(tiles=SMALL, splits=1)
