@@ -12,9 +12,8 @@ from PIL import Image
 from waiting import wait_until
 
 from vargen import __version__
-from vargen.cli import console, generate
+from vargen.cli import generate
 from vargen.cli.common import METHODS
-from vargen.cli.console import printable
 from vargen.decoding import PRESETS
 
 _RUN = "import sys; from vargen.cli.main import main\ntry:\n    main()\nfinally:\n    "
@@ -112,10 +111,6 @@ def test_verbosity(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("info", "presets").exit_code == 0
 
 
-def test_control_characters_of_a_name_reach_no_terminal() -> None:
-    assert printable("a\x1b[31mred\x07.png") == "a\\x1b[31mred\\x07.png"
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device")
 @pytest.mark.parametrize("words", [["--version"], ["info", "presets"]])
 def test_what_does_not_reach_standard_output_is_no_success(words: list[str]) -> None:
@@ -123,17 +118,3 @@ def test_what_does_not_reach_standard_output_is_no_success(words: list[str]) -> 
     with open("/dev/full", "w") as full:
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert result.returncode != 0 and "No space left on device" in result.stderr
-
-
-def test_without_a_terminal_progress_is_a_line_a_minute(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
-    with console.progress_bar("scoring", "images") as show:
-        for done in range(10):
-            show(done, 10)
-            now[0] += 25
-    assert capsys.readouterr().err.splitlines() == [
-        "scoring: 3 of 10 images",
-        "scoring: 6 of 10 images",
-        "scoring: 9 of 10 images",
-    ]
