@@ -9,14 +9,7 @@ import pytest
 import torch
 from table_methods import METHODS, generate, table_model
 
-from vargen.decoding import (
-    PRESETS,
-    Accelerator,
-    GroupedRule,
-    Jacobi,
-    Speculative,
-    speculative_sampling,
-)
+from vargen.decoding import PRESETS, Accelerator, GroupedRule, Jacobi, Speculative, speculative_sampling
 from vargen.evaluation.table_models import TableModel
 
 

@@ -12,14 +12,7 @@ import torch
 from rejects import rejects
 from table_methods import METHODS, PRESETS_OF_TOKENS, TOKENS, table_model
 
-from vargen.decoding import (
-    Accelerator,
-    Jacobi,
-    NonFiniteLogitsError,
-    Sampling,
-    decode,
-    shared_noise,
-)
+from vargen.decoding import Accelerator, Jacobi, NonFiniteLogitsError, Sampling, decode, shared_noise
 from vargen.decoding.engine import Engine
 from vargen.decoding.requests import FinishedImage
 

@@ -3,19 +3,9 @@
 import pytest
 import torch
 
-from vargen.decoding import (
-    Accelerator,
-    Jacobi,
-    Speculative,
-    decode,
-    speculative_sampling,
-)
-from vargen.decoding.experimental import Lookup, Recycle, Wavefront
-from vargen.decoding.relaxed_rules import PooledRule
-from vargen.decoding.window import (
-    WidthController,
-)
-from vargen.evaluation.table_models import TableLowRes, TableModel
+from vargen.decoding import Accelerator, Jacobi, decode
+from vargen.decoding.window import WidthController
+from vargen.evaluation.table_models import TableModel
 
 
 def test_the_controller_takes_the_cheapest_token():
@@ -61,27 +51,3 @@ def test_the_automatic_window_does_not_probe_where_nothing_could_pay(price, fed,
     model = TableModel(vocab=4, tokens=60, spread=30.0)
     result = decode(model, torch.zeros(2, dtype=torch.int64), torch.arange(2), Accelerator(drafter=Jacobi("auto", "gumbel")))
     assert set(result.stats.passes_by_width) == fed
-
-
-@pytest.mark.parametrize(
-    ("drafter", "longest"),
-    [
-        (Jacobi(99), Jacobi(12)),
-        (Jacobi(99, "maximal", "low-res"), Jacobi(12, "maximal", "low-res")),
-        (Wavefront(99), Wavefront(12)),
-        (Speculative(99), Speculative(11)),
-        (Lookup(99), Lookup(11)),
-        (Recycle(99), Recycle(11)),
-    ],
-    ids=lambda drafter: type(drafter).__name__,
-)
-def test_drafts_are_limited_to_the_grid(drafter, longest):
-    model = TableModel(vocab=4, tokens=12, rows=3)
-    model.draft_model, model.low_res = TableModel(4, 12, seed=5, rows=3), TableLowRes(TableModel(4, 12, rows=3))
-    assert drafter.bind(model, 2).width == longest.width == 12
-    condition, seeds = torch.zeros(2, dtype=torch.int64), torch.arange(2)
-    rule = PooledRule(0, 0.5) if isinstance(drafter, Wavefront) else speculative_sampling
-    found, expected = (
-        decode(model, condition, seeds, Accelerator(drafter=each, acceptance=rule)) for each in (drafter, longest)
-    )
-    assert torch.equal(found.tokens, expected.tokens) and found.stats.passes == expected.stats.passes

@@ -8,16 +8,7 @@ import torch
 from drafters import GuessingDrafter
 from late_reports import delay_reports
 
-from vargen.decoding import (
-    Accelerator,
-    Noise,
-    NonFiniteLogitsError,
-    Purpose,
-    Tree,
-    decode,
-    resolve_method,
-    shared_noise,
-)
+from vargen.decoding import Accelerator, Noise, NonFiniteLogitsError, Purpose, Tree, decode, resolve_method, shared_noise
 from vargen.evaluation.table_models import TableModel
 
 TREES = {

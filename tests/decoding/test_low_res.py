@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from vargen.decoding import (
-    Accelerator,
-    Jacobi,
-    PooledRule,
-    decode,
-    speculative_sampling,
-)
+from vargen.decoding import Accelerator, Jacobi, PooledRule, decode, speculative_sampling
 from vargen.decoding.experimental import Wavefront, WavefrontRule
 from vargen.evaluation.exact_sum import sum_pass
 from vargen.evaluation.exactness import DETECTED, TOLERANCE, Case

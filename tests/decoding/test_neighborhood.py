@@ -7,16 +7,7 @@ import pytest
 import torch
 from table_methods import RELAXED_RULES, bind_rule, codebook, random_probs
 
-from vargen.decoding import (
-    Accelerator,
-    Draft,
-    Jacobi,
-    NeighborhoodRule,
-    Noise,
-    Sampling,
-    Tree,
-    decode,
-)
+from vargen.decoding import Accelerator, Draft, Jacobi, NeighborhoodRule, Noise, Sampling, Tree, decode
 from vargen.decoding.experimental import JacobiTree
 from vargen.decoding.neighbors import build_neighbor_table
 from vargen.evaluation.table_models import TableModel

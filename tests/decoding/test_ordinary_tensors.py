@@ -44,18 +44,6 @@ def test_tokens_and_lengths_may_be_trained_on(pipe: LlamaGenPipeline, accelerato
     assert torch.equal(generated.tokens, before)
 
 
-def test_a_callback_may_write_tokens(pipe: LlamaGenPipeline) -> None:
-    """What it writes is what the model goes on from, and what comes out."""
-
-    def callback(progress: Any) -> None:
-        progress.tokens[:, 3] = 7
-
-    model = pipe.decoding_model(2.0)
-    plain, changed = decode(model, CONDITION, SEEDS), decode(model, CONDITION, SEEDS, callback=callback)
-    assert (changed.tokens[:, 3] == 7).all() and torch.equal(plain.tokens[:, :3], changed.tokens[:, :3])
-    assert not torch.equal(plain.tokens[:, 4:], changed.tokens[:, 4:])
-
-
 def test_a_generation_leaves_the_mode_as_it_was(pipe: LlamaGenPipeline) -> None:
     def callback(progress: Any) -> None:
         raise ZeroDivisionError

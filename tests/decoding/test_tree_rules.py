@@ -2,42 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor
 
-from vargen.decoding import (
-    Accelerator,
-    Draft,
-    DynamicTree,
-    Noise,
-    Tree,
-    decode,
-    shared_noise,
-    speculative_sampling,
-    traversal,
-)
-from vargen.decoding.experimental import SpeculativeTree, k_seq, recursive_rejection
-from vargen.decoding.rules import acceptance_rule
-from vargen.decoding.tree_rules import SiblingDecision, verify_siblings
-from vargen.evaluation.table_models import TableModel
+from vargen.decoding import Draft, Noise, Tree, shared_noise, traversal
+from vargen.decoding.experimental import k_seq, recursive_rejection
 
 # -- laws beyond exactness ----------------------------------------------------------------------------------------------
-
-
-def random_chain(B: int, drafts: int, V: int) -> tuple[Tensor, Draft, Noise]:
-    generator = torch.Generator().manual_seed(7)
-    probs = torch.rand(B, drafts + 1, V, generator=generator).softmax(-1)
-    q = (torch.rand(B, drafts, V, generator=generator) * 2).softmax(-1)
-    valid = torch.rand(B, drafts, generator=generator) > 0.1
-    tokens = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(B, drafts)
-    noise = Noise(torch.arange(B), torch.arange(drafts + 1).expand(B, -1) + 3, step=2)
-    return probs, Draft(tokens, Tree.make_chain(drafts), q, valid), noise
-
-
-def test_on_a_chain_recursive_rejection_is_the_exact_rule():
-    probs, draft, noise = random_chain(400, 5, 6)
-    one, other = (rule(probs, draft, noise, torch.zeros(400)) for rule in (speculative_sampling, recursive_rejection))
-    assert torch.equal(one.count, other.count) and torch.equal(one.next_token, other.next_token)
-    assert other.count.float().mean() > 1.5
 
 
 def test_a_tree_of_each_image_is_verified_as_that_tree_alone():
@@ -82,47 +51,3 @@ def test_what_is_not_valid_is_refused_and_changes_nothing(rule):
         return
     plain = rule(probs[:, [0, *slots]], less, small, torch.zeros(200))
     assert torch.equal(masked.count, plain.count) and torch.equal(masked.next_token, plain.next_token)
-
-
-def test_a_budget_caps_what_a_path_is_allowed_and_zero_is_exact():
-    """A rule that would accept everything, on trees of its own for each image."""
-
-    def generous(budget):
-        def test(siblings):
-            probability = siblings.exact_accept_prob
-            return SiblingDecision(probability, relaxation=1 - probability)
-
-        @acceptance_rule(exact=False, topologies=("tree",))
-        def rule(probs, draft, noise, relaxation):
-            return verify_siblings(test, probs, draft, noise, relaxation, budget)
-
-        return rule
-
-    generator = torch.Generator().manual_seed(9)
-    B, parents = 500, torch.tensor([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 1, 2, 0]]).repeat(250, 1)
-    probs = (3 * torch.rand(B, 6, 8, generator=generator)).softmax(-1)
-    q = (3 * torch.rand(B, 5, 8, generator=generator)).softmax(-1)
-    tokens = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(B, 5)
-    draft = Draft(tokens, Tree.batched(parents, 6, 3), q)
-    noise, none = Noise(torch.arange(B), torch.zeros(B, 6, dtype=torch.int64)), torch.zeros(B)
-    free = generous(None)(probs, draft, noise, none)
-    assert free.relaxation.max() > 1 and (free.count == free.count.max()).float().mean() > 0.4
-    spent_before = torch.rand(B, generator=generator) * 0.5
-    capped = generous(0.6)(probs, draft, noise, spent_before)
-    assert (capped.relaxation <= 0.6 - spent_before + 1e-5).all() and capped.relaxation.mean() > 0.15
-    assert capped.count.float().mean() < free.count.float().mean()
-    nothing, plain = generous(0.0)(probs, draft, noise, none), recursive_rejection(probs, draft, noise, none)
-    assert torch.equal(nothing.count, plain.count) and torch.equal(nothing.next_token, plain.next_token)
-    assert (nothing.relaxation == 0).all()
-
-
-def test_traversal_accepts_more_than_recursive_rejection():
-    found = {}
-    for rule in (recursive_rejection, traversal):
-        complete = SpeculativeTree(DynamicTree(14, 3, 2, frontier=4))
-        accelerator = Accelerator(drafter=complete, acceptance=rule)
-        model = TableModel(vocab=6, tokens=40, seed=2)
-        model.draft_model = TableModel(vocab=6, tokens=40, seed=2, spread=0.9)
-        stats = decode(model, torch.zeros(600, dtype=torch.int64), torch.arange(600), accelerator).stats
-        found[rule] = stats.tokens_per_pass
-    assert found[traversal] > found[recursive_rejection] > 1.5

@@ -1,21 +1,11 @@
 """Trees: shapes, growth on the device, what statistics say of siblings, and bad input."""
 
 import itertools
-import math
 
 import pytest
 import torch
 
-from vargen.decoding import (
-    Accelerator,
-    Draft,
-    DynamicTree,
-    Noise,
-    Sampling,
-    TokenState,
-    Tree,
-    decode,
-)
+from vargen.decoding import Accelerator, Draft, DynamicTree, Noise, Tree, decode
 from vargen.decoding.experimental import JacobiTree, SampledTree, SpeculativeTree, recursive_rejection
 from vargen.decoding.experimental.eagle_children import SharedNoise, TopK
 from vargen.decoding.tree_drafters import Children, Frontier, grow_tree
@@ -143,50 +133,6 @@ def test_ties_never_part_a_child_from_its_parent(children):
     draft, _ = grown(DynamicTree(4, 4, 3), TopK(), certain)
     assert draft.valid is not None and draft.valid.all(), "the certain chain, and none of what has no probability"
     assert draft.tree.parents[0].tolist() == [-1, 0, 1, 2, 3]
-
-
-def test_children_are_sampled_without_replacement_in_the_order_of_their_keys():
-    """Kool et al. 2019: the largest of log q + G, which are a sequential draw; q of each is what its elders left."""
-    B, V = 4000, 5
-    q = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]).expand(B, V + 1, V)
-    draft, _ = grown(DynamicTree(3, 1, 3), Children(), q)
-    keys = q[:, 0].log() - sample_exponential(torch.arange(B), torch.full((B, 1), 5), V, purpose=3, step=1)[:, 0].log()
-    assert torch.equal(draft.tokens, keys.topk(3).indices)
-    p = q[0, 0]
-    for first, second in itertools.permutations(range(V), 2):
-        expected = p[first] * p[second] / (1 - p[first])
-        share = ((draft.tokens[:, 0] == first) & (draft.tokens[:, 1] == second)).float().mean()
-        assert abs(share - expected) < 5 * math.sqrt(expected / B)
-    assert draft.probs is not None
-    assert torch.allclose(draft.probs.sum(-1), torch.ones(B, 3))
-    assert (draft.probs[:, 2].gather(1, draft.tokens[:, :2]) == 0).all()
-    assert torch.allclose(draft.probs[:, 0], q[:, 0])
-
-
-def test_branches_sample_with_uniforms_of_their_own():
-    V = 400
-    q = torch.full((50, V + 1, V), 1 / V)
-    draft, _ = grown(COMPLETE, Children(), q)
-    parents = draft.tree.parents.expand(50, -1)
-    one = draft.tokens[parents[:, 1:] == 1].view(50, 2)
-    other = draft.tokens[parents[:, 1:] == 2].view(50, 2)
-    assert (one == other).float().mean() < 0.05
-    again, _ = grown(COMPLETE, Children(), q, step=2)
-    assert (again.tokens == draft.tokens).float().mean() < 0.05
-
-
-def test_siblings_with_replacement_are_sampled_each_with_uniforms_of_its_own():
-    V, B = 50, 400
-    model, seeds, drafter = two_models(V, 6, conditions=1, spread=0.0), torch.arange(B), SampledTree(branching=(2, 2))
-    drafter, condition, rows = drafter.bind(model, B), torch.zeros(B, dtype=torch.int64), torch.arange(B)
-    state = TokenState(model, condition, B, drafter.width)
-    state.reset(rows.tolist(), rows, seeds, Sampling())
-    drafter.reset(state, rows, condition, model.prefill(condition, state.cache))
-    one, other = (drafter.propose(state, Noise(seeds, state.length[:, None], step), drafter.width) for step in (2, 3))
-    every = torch.cat([one.tokens, other.tokens], 1)
-    assert torch.allclose(one.probs, torch.full((B, 6, V), 1 / V)) and one.valid.all()
-    for first, second in itertools.combinations(range(12), 2):
-        assert abs((every[:, first] == every[:, second]).float().mean() - 1 / V) < 5 * math.sqrt(1 / V / B)
 
 
 def test_coupled_children_hold_what_the_noise_of_the_image_samples():

@@ -196,18 +196,6 @@ def test_a_row_at_its_end_disturbs_neither_its_grid_nor_its_neighbours(
     assert model(tokens[:, :T], cache=cache).logits.isfinite().all()
 
 
-def test_a_pointer_past_the_grid_still_writes_to_its_own_row(
-    model: LlamaGenTransformer, condition: Condition, tokens: Tensor
-) -> None:
-    cache = _filled(model, condition, tokens, [5, _N, 0])
-    cache.rollback(torch.tensor([_N + 5, _N + 100, 2]))
-    before = cache.k.clone()
-    assert model(tokens[:, :6], cache=cache).logits.isfinite().all()
-    changed = (cache.k != before).any(dim=(0, 2, 4))
-    assert not changed[:2, : cache.prefix + _N].any()
-    assert changed[2].nonzero().flatten().tolist() == [cache.prefix + 2 + t for t in range(6)]
-
-
 def test_a_pass_wider_than_the_scratch_is_refused(model: LlamaGenTransformer, condition: Condition) -> None:
     cache = model.new_cache(_ROWS, scratch=2)
     model(condition=condition, cache=cache)
