@@ -45,6 +45,7 @@ PACKAGE_TESTS = (
     "models/test_compact.py",
     "models/test_networks.py",
     "models/test_text_encoder.py",
+    "models/test_token_models.py",
     "models/test_trained_drafters.py",
     "models/test_video_decoders.py",
     "models/test_weights.py",
@@ -74,7 +75,6 @@ TORCH_TESTS = (
     "pipelines/test_small_grids.py",
     "pipelines/test_start_images.py",
     "pipelines/test_threads.py",
-    "pipelines/test_tree_parity.py",
     "pipelines/test_var_scales.py",
     "pipelines/test_video_results.py",
 )
