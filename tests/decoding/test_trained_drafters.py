@@ -21,7 +21,6 @@ from vargen.decoding import (
     decode,
     shared_noise,
     traversal,
-    tree_drafters,
 )
 from vargen.decoding.experimental import EagleSharedNoise, SampledTree, k_seq, recursive_rejection
 from vargen.evaluation.table_models import TableEagle, TableMedusa, TableModel
@@ -66,13 +65,6 @@ def passes(drafter: Drafter, rule) -> int:
     """Of images of two conditions, by a drafter that knows their table."""
     method = Accelerator("self", drafter, rule)
     return decode(table(own=True), torch.arange(64) % 2, torch.arange(64), method, Sampling(0.8, 2)).stats.passes
-
-
-def test_features_of_other_slots_are_noticed(monkeypatch) -> None:
-    """The control of the tests above: with the feature of the slot before, a perfect drafter is one no more."""
-    gathered = tree_drafters.gather_nodes
-    monkeypatch.setattr(tree_drafters, "gather_nodes", lambda rows, slots: gathered(rows, (slots - 1).clamp(min=0)))
-    assert passes(Eagle(chain(1)), recursive_rejection) > 3
 
 
 class WatchedHeads(TableMedusa):

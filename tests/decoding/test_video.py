@@ -112,19 +112,6 @@ def test_both_caches_are_those_of_a_fresh_prefill(makers: str, window: int | Non
         assert closely(keys(generator, 2 * len(makers)), keys(prefill, 2 * len(makers)))
 
 
-@torch.no_grad()
-def test_a_drafter_that_kept_its_refused_draft_would_be_found() -> None:
-    """The mistake of a public script: negative control of the test above."""
-    model, made, latents = after("dtdt", None, 0)
-    made.generators["draft"].update_cache()
-    wrong = model.draft_model.start(condition(), 10)
-    for block in [*latents[:1], -latents[1], *latents[2:]]:
-        model.draft_model.forward(wrong, [block])
-    other = BlockGenerator(model.draft_model, condition(), 10)
-    other.state = wrong
-    assert not closely(keys(made.generators["draft"], 8), keys(other, 8))
-
-
 def test_a_rolling_cache_with_sinks_is_one_that_is_rebuilt() -> None:
     """What each block sees of earlier ones, made from their latents alone, is what the ring holds."""
     window, sinks, model = 6, 2, models(6, 2)
