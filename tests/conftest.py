@@ -62,12 +62,10 @@ PACKAGE_TESTS = (
 TORCH_TESTS = (
     "pipelines/test_accelerators.py",
     "pipelines/test_ambient_state.py",
-    "pipelines/test_batch_size.py",
     "pipelines/test_best_of.py",
     "pipelines/test_captured_scales.py",
     "pipelines/test_kept_engines.py",
     "pipelines/test_language_model_results.py",
-    "pipelines/test_layer_skipping.py",
     "pipelines/test_masks.py",
     "pipelines/test_recorded_results.py",
     "pipelines/test_recorded_scales.py",

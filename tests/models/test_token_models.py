@@ -11,7 +11,7 @@ from tiny_language_models import has_release, make_janus
 from tiny_models import attentive_transformer, tiny_transformer
 
 import vargen
-from vargen.decoding import TokenModel, Tree
+from vargen.decoding import TokenModel, Tree, decode
 from vargen.models.guidance import Condition
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
 from vargen.models.quantization import quantize_network
@@ -86,6 +86,22 @@ def test_logits_of_every_path_are_those_of_its_tokens_alone(name: str, seed: int
             history = [tokens[: max(1, len(tokens) - 1)] for tokens in history]
             model.rollback(state, torch.tensor([len(tokens) for tokens in history]))
     assert is_moved and max(map(len, history)) > 2 * SIDE
+
+
+def test_a_view_without_layers_is_the_network_that_has_only_the_others() -> None:
+    model, condition = make_llamagen("class", 2.0, lambda kind, **sizes: tiny_transformer(kind, n_layer=4, **sizes))
+    short = tiny_transformer("class", n_layer=2, grid_size=SIDE)
+    state = {name: value for name, value in model.transformer.state_dict().items() if not name.startswith("layers.")}
+    for new, old in enumerate((0, 3)):
+        part = model.transformer.layers[old].state_dict()
+        state |= {f"layers.{new}.{name}": value for name, value in part.items()}
+    short.load_state_dict(state)
+    view, seeds = model.skip_layers((1, 2)), torch.arange(3)
+    assert (model.num_layers, view.num_layers) == (4, 2)
+    found, expected, whole = (
+        decode(each, condition, seeds, "ar").tokens for each in (view, LlamaGenTokenModel(short, guidance=2.0), model)
+    )
+    assert torch.equal(found, expected) and not torch.equal(found, whole)
 
 
 def alone(model: TokenModel, condition: Any, row: int, tokens: list[int]) -> torch.Tensor:
