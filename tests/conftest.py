@@ -52,7 +52,6 @@ PACKAGE_TESTS = (
     "pipelines",
     "scoring",
     "serving",
-    "test_compat.py",
     "test_reading.py",
     "training/test_heads.py",
 )
@@ -86,11 +85,12 @@ EXTENDED_TESTS = (
     "demo/test_browser.py",
     "recipes",
     "serving/test_soak.py",
+    "test_compat.py",
     "training/test_heads.py",
     "training/test_router.py",
 )
 # Of these, the other sets of packages run only the following.
-EXTENDED_ON_ALL_SETS = ("demo/test_browser.py", "training/test_heads.py")
+EXTENDED_ON_ALL_SETS = ("demo/test_browser.py", "test_compat.py", "training/test_heads.py")
 # Files with tests that wait for other processes for long, or take longest: they begin, so that others run beside them.
 LONGEST = (
     "evaluation/test_ray_backend.py",

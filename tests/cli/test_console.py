@@ -77,7 +77,9 @@ def test_errors_are_one_line_and_a_code(
 
 
 @pytest.mark.parametrize(
-    "words", [["generate"], ["eval", "--num-images", "999", "--batch-size", "1"]], ids=["generate", "eval"]
+    "words",
+    [["generate"], pytest.param(["eval", "--num-images", "999", "--batch-size", "1"], marks=pytest.mark.extended)],
+    ids=["generate", "eval"],
 )
 def test_a_terminated_command_says_so(class_model: Path, tmp_path: Path, words: list[str]) -> None:
     """SIGTERM arrives while the first images are written; whole files remain, and it ends as by Ctrl-C."""

@@ -217,6 +217,7 @@ def test_the_name_of_a_temporary_folder_chooses_no_class(tmp_path: Path, monkeyp
     assert tokenizer("a red apple").input_ids
 
 
+@pytest.mark.extended
 def test_a_process_loads_in_silence(tmp_path: Path) -> None:
     """Also without accelerate there is no notice of a package that is not needed."""
     text_pipeline().save_pretrained(tmp_path / "model")
