@@ -44,7 +44,7 @@ ONE_LEFT = Case("one token left", 2, vocab=5, sampling=Sampling(top_p=0.97))
     [Jacobi(2), Speculative(1), SpeculativeTree(DynamicTree(1, 1, 1)), TopKTree(DynamicTree(1, 1, 1))],
     ids=["jacobi", "small model", "tree", "tree without q"],
 )
-def test_one_step_is_as_far_from_the_target_as_the_relaxation_that_it_reports(drafter, rule):
+def test_one_step_is_as_far_from_the_target_as_it_reports(drafter, rule):
     """With one position left to draft, the total variation is the mean relaxation; any other residual would be further away."""
     if drafter.topology == "tree" and "tree" not in rule.topologies:
         pytest.skip("a rule of chains")

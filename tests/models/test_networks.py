@@ -117,7 +117,7 @@ def test_a_network_that_is_saved_and_opened_is_the_same(name: str, dtype: torch.
 
 @every_network
 @torch.inference_mode()
-def test_a_row_does_not_depend_on_its_batch_and_bfloat16_stays_near(name: str) -> None:
+def test_rows_do_not_depend_on_their_batch_and_bfloat16_is_near(name: str) -> None:
     make, run = MAKERS[name], RUNS[name]
     exact = run(make(), slice(None), torch.float32).float()
     spread = exact.std()

@@ -96,7 +96,7 @@ def test_a_block_that_is_taken_back_leaves_no_trace(kind, taken_back_at):
 # -- ours ------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_still_video_stays_still_and_latents_do_not_depend_on_the_beginning() -> None:
+def test_still_videos_stay_still_and_latents_are_of_one_frame() -> None:
     model = make("ours")
     pixels = model.decode(latents("ours", 1).expand(-1, 5, -1, -1, -1))
     assert_same(pixels, pixels[:, :1].expand_as(pixels))
