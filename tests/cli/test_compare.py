@@ -51,19 +51,6 @@ def test_default_methods_leave_out_what_the_model_cannot_run(run: Any, text_mode
     assert asked.exit_code == 2 and "needs a draft model" in asked.stderr
 
 
-def test_schedules_of_a_next_scale_model(run: Any, scale_model: Path, prompts: Path) -> None:
-    words = ("compare", "--model", scale_model, "--prompt-file", prompts, "--threads", 1)
-    result = run(*words, "--json", "out.json", "-o", "out.png")
-    assert result.exit_code == 0, result.output
-    document = json.loads(Path("out.json").read_text())
-    assert [method["name"] for method in document["methods"]] == ["plain", "code", "economy"]
-    assert document["baseline"] == "plain" and Path("out.png").exists()
-    refused = run(*words, "--methods", "code:until.1=4")
-    assert refused.exit_code == 2 and "has no scale left" in refused.stderr
-    foreign = run(*words, "--methods", "gumbel")
-    assert foreign.exit_code == 2 and "is for next-token models" in foreign.stderr
-
-
 def test_step_reports_every_case(run: Any, text_model: Path) -> None:
     words = ("--model", text_model, "--tokens-per-pass", "1,4", "--batch-size", "1,2", "--repeats", 2, "--threads", 1)
     words += ("--guidance",)

@@ -1,5 +1,6 @@
 """The command around the verbs: start-up, exit codes, logs."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -12,9 +13,8 @@ from PIL import Image
 from waiting import wait_until
 
 from vargen import __version__
-from vargen.cli import console, generate
+from vargen.cli import generate, info
 from vargen.cli.common import METHODS
-from vargen.cli.console import printable
 from vargen.decoding import PRESETS
 
 _RUN = "import sys; from vargen.cli.main import main\ntry:\n    main()\nfinally:\n    "
@@ -77,7 +77,9 @@ def test_errors_are_one_line_and_a_code(
 
 
 @pytest.mark.parametrize(
-    "words", [["generate"], ["eval", "--num-images", "999", "--batch-size", "1"]], ids=["generate", "eval"]
+    "words",
+    [["generate"], pytest.param(["eval", "--num-images", "999", "--batch-size", "1"], marks=pytest.mark.extended)],
+    ids=["generate", "eval"],
 )
 def test_a_terminated_command_says_so(class_model: Path, tmp_path: Path, words: list[str]) -> None:
     """SIGTERM arrives while the first images are written; whole files remain, and it ends as by Ctrl-C."""
@@ -112,10 +114,6 @@ def test_verbosity(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("info", "presets").exit_code == 0
 
 
-def test_control_characters_of_a_name_reach_no_terminal() -> None:
-    assert printable("a\x1b[31mred\x07.png") == "a\\x1b[31mred\\x07.png"
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device")
 @pytest.mark.parametrize("words", [["--version"], ["info", "presets"]])
 def test_what_does_not_reach_standard_output_is_no_success(words: list[str]) -> None:
@@ -125,15 +123,51 @@ def test_what_does_not_reach_standard_output_is_no_success(words: list[str]) -> 
     assert result.returncode != 0 and "No space left on device" in result.stderr
 
 
-def test_without_a_terminal_progress_is_a_line_a_minute(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
-    with console.progress_bar("scoring", "images") as show:
-        for done in range(10):
-            show(done, 10)
-            now[0] += 25
-    assert capsys.readouterr().err.splitlines() == [
-        "scoring: 3 of 10 images",
-        "scoring: 6 of 10 images",
-        "scoring: 9 of 10 images",
-    ]
+# -- vargen info -------------------------------------------------------------------------------------------------------
+
+
+def test_info_as_json(run: Any) -> None:
+    result = run("info", "--json")
+    assert result.exit_code == 0 and result.stderr == ""
+    document = json.loads(result.stdout)
+    parts = {"versions", "machine", "threads", "default_device", "default_dtype", "kernels", "graphs", "models", "presets"}
+    parts |= {"cpu_instructions", "int8_passes"}
+    assert set(document) == parts and document["kernels"].startswith(("reference: ", "triton: "))
+    assert document["int8_passes"].startswith(("compiled: ", "operators: "))
+    assert document["graphs"].startswith(("captured", "run one by one"))
+    assert document["versions"]["vargen"] == __version__ and document["versions"]["torch"]
+    assert {"cpu", "cores", "threads", "bfloat16_in_hardware", "gpus", "torch"} <= set(document["machine"])
+
+
+def test_presets(run: Any) -> None:
+    document = json.loads(run("info", "presets", "--json").stdout)
+    assert [preset["name"] for preset in document] == list(PRESETS)
+    assert all(
+        set(preset) == {"name", "paradigm", "kind", "summary", "defaults", "source", "experimental"} for preset in document
+    )
+    core = run("info", "presets").stdout
+    assert " gumbel " in core and " early-exit " not in core and "--all" in core
+    printed = run("info", "presets", "--all").stdout
+    assert max(map(len, printed.splitlines())) <= 100, "wider than the terminals that people have"
+    words = " ".join(printed.split())
+    for preset in document:
+        assert f" {preset['name']} {preset['kind']} {preset['summary']} " in words and preset["source"] in words
+        assert all(f"{name} " in words for name in preset["defaults"])
+    assert all(f"models: {family}" in words for family in {preset["paradigm"] for preset in document})
+
+
+def test_a_packaged_model_shows_its_size_and_card(
+    run: Any, text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    import vargen.assets
+
+    shutil.copytree(text_model, tmp_path / "assets" / "tiny")
+    card = "---\nlicense: apache-2.0\n---\n# Tiny\n\n![picture](x.png)\n\nDraws noise, and\nlittle else. More.\n"
+    (tmp_path / "assets" / "tiny" / "README.md").write_text(card)
+    monkeypatch.setattr(vargen.assets, "_FOLDER", tmp_path / "assets")
+    (model,) = json.loads(run("info", "--json").stdout)["models"]
+    assert model["name"] == "tiny" and model["megabytes"] > 1 and model["summary"] == "Draws noise, and little else"
+    assert "Draws noise, and little else" in run("info").stdout
+    assert info.describe_folder("none", tmp_path)["summary"] == ""

@@ -2,14 +2,17 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from tiny_models import text_pipeline
 
-from vargen import __version__
+from vargen import __version__, open_pipeline
 
 
 def pixels(path: Path) -> np.ndarray:
@@ -59,6 +62,23 @@ def test_json_is_one_document_and_png_says_how_it_was_made(run: Any, text_model:
         "guidance_scale": 3.0, "temperature": 0.9, "top_k": 20, "top_p": 0.95, "dtype": said["dtype"],
         "versions": said["versions"],
     }  # fmt: skip
+
+
+def test_an_image_to_start_from_and_its_mask_reach_the_model(run: Any, scale_model: Path) -> None:
+    source = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8))
+    mask = Image.new("L", (8, 8), 0)
+    mask.paste(255, (0, 0, 8, 4))
+    source.save("cat.png")
+    mask.save("mask.png")
+    pipe, words = open_pipeline(scale_model), ("a dog", "--image", "cat.png", "--model", scale_model, "--seed", 5)
+    for options, given in ((("--strength", 0.5), {"strength": 0.5}), (("--mask-image", "mask.png"), {"mask_image": mask})):
+        assert run("generate", *words, *options, "-o", "out.png").exit_code == 0
+        expected = pipe("a dog", image=source, generator=torch.Generator().manual_seed(5), **given).images[0]
+        assert (pixels(Path("out.png")) == np.asarray(expected)).all()
+        with Image.open("out.png") as opened:
+            said = json.loads(opened.info["vargen"])
+        assert (said["image"], said["strength"]) == ("cat.png", given.get("strength", 1.0))
+        assert said.get("mask") == (options[1] if "mask_image" in given else None)
 
 
 def test_prompt_file(run: Any, text_model: Path) -> None:
@@ -134,33 +154,39 @@ def test_a_sheet_shows_all_images(run: Any, text_model: Path) -> None:
     assert len(list(Path("out").iterdir())) == 2
 
 
-@pytest.fixture
-def picture(run: Any) -> Path:
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)).save("cat.png")
-    mask = Image.new("L", (8, 8), 0)
-    mask.paste(255, (0, 0, 8, 4))
-    mask.save("mask.png")
-    return Path("cat.png")
+# -- videos -----------------------------------------------------------------------------------------------------------
 
 
-def test_strength_says_how_much_is_regenerated(run: Any, scale_model: Path, picture: Path) -> None:
-    def drawn(strength: float, name: str) -> np.ndarray:
-        words = ("--image", picture, "--strength", strength, "--model", scale_model, "--seed", 5, "-o", name)
-        result = run("generate", "a dog", *words)
-        assert result.exit_code == 0, result.output
-        return pixels(name)
-
-    none = run("generate", "a dog", "--model", scale_model, "--seed", 5, "-o", "plain.png")
-    assert none.exit_code == 0
-    assert (drawn(1.0, "all.png") == pixels("plain.png")).all(), "all scales drawn anew: the picture is not looked at"
-    kept = drawn(0.0, "kept.png")
-    assert (kept != pixels("plain.png")).any()
-    with Image.open("all.png") as opened:
-        said = json.loads(opened.info["vargen"])
-    assert said["image"] == "cat.png" and said["strength"] == 1.0
+def test_a_prompt_becomes_a_looping_file(run: Any, video_model: Path, tmp_path: Path) -> None:
+    found = run(
+        "generate", "a cat", "--model", video_model, "-o", tmp_path / "cat.webp", "--seed", "5", "--num-blocks", "2", "--json"
+    )
+    assert found.exit_code == 0, found.output
+    said = json.loads(found.stdout)
+    (video,) = said["videos"]
+    assert said["fps"] == 12 and video["seed"] == 5 and len(video["stats"]["blocks"]) == 2
+    with Image.open(tmp_path / "cat.webp") as image:
+        assert image.n_frames == 4
 
 
-def test_a_mask_is_white_where_it_is_regenerated(run: Any, scale_model: Path, picture: Path) -> None:
-    words = ("--image", picture, "--mask-image", "mask.png", "--model", scale_model, "--json", "-o", "out.png")
-    document = json.loads(run("generate", "a dog", "--seed", 5, *words).stdout)
-    assert document["mask"] == "mask.png" and document["stats"]["images"] == 1
+def test_an_image_model_generates_what_it_starts_from(run: Any, video_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    text_pipeline().save_pretrained(folder)
+    words = ("a cat", "--model", video_model, "--seed", "5", "--num-blocks", "1", "--accelerator", "target", "-q")
+    alone, started = tmp_path / "alone.webp", tmp_path / "started.webp"
+    assert run("generate", *words, "-o", str(alone)).exit_code == 0
+    found = run("generate", *words, "-o", str(started), "--image-model", str(folder))
+    assert found.exit_code == 0, found.output
+    with Image.open(alone) as one, Image.open(started) as other:
+        assert other.n_frames == one.n_frames + 1, "the image is the first frame"
+    settings = json.loads((video_model / "model_index.json").read_text())
+    folder = Path(shutil.copytree(video_model, tmp_path / "video"))
+    settings["defaults"]["image_model"] = "emoji"
+    (folder / "model_index.json").write_text(json.dumps(settings))
+    words = ("a cat", "--model", str(folder), *words[3:])
+    for name, frames in (("default", 3), ("none", 2)):
+        file = tmp_path / f"{name}.webp"
+        found = run("generate", *words, "-o", str(file), *(() if name == "default" else ("--image-model", name)))
+        assert found.exit_code == 0, found.output
+        with Image.open(file) as image:
+            assert image.n_frames == frames, name

@@ -7,15 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vargen.cli.common import (
-    MAX_SLUG,
-    OutputFile,
-    check_outputs,
-    resolve_outputs,
-    save_image,
-    slugify,
-    validate_writable,
-)
+from vargen.cli.common import MAX_SLUG, OutputFile, check_outputs, resolve_outputs, save_image, slugify, validate_writable
 
 
 def test_slugs_of_ordinary_and_hostile_prompts() -> None:

@@ -7,13 +7,12 @@ takes and the numbers that it gets from the host. All of these have to be the sa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from recorded_graph import HostReadError, list_leaves, list_tensors, memory, refuse_reads
+from recorded_graph import list_leaves, list_tensors, memory, refuse_reads
 from tiny_targets import GRID, take_gpu_paths, tiny_low_res, tiny_target
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -90,46 +89,6 @@ def find_tensors(part: Any, path: str, seen: set[int] | None = None) -> dict[str
     for name, each in parts:
         found |= find_tensors(each, path + name, seen)
     return found
-
-
-NUMBERS, MASK = torch.arange(12.0).view(3, 4), torch.arange(12).view(3, 4) > 5
-READS: dict[str, Callable[[], object]] = {
-    "a number": lambda: int(NUMBERS[0, 1]),
-    "a condition": lambda: bool(MASK.any()),
-    "a list": NUMBERS.tolist,
-    "an array": NUMBERS.numpy,
-    "an index": lambda: NUMBERS[MASK.long()[0, 0]],
-    "the end of a slice": lambda: NUMBERS[:, : MASK.long()[0, 0]],
-    "a comparison": lambda: torch.equal(NUMBERS, NUMBERS) or torch.allclose(NUMBERS, NUMBERS),
-    "rows by a mask": lambda: NUMBERS[MASK],
-    "rows by a mask, to write": lambda: NUMBERS.clone().__setitem__(MASK, torch.zeros(6)),
-    "places": lambda: torch.where(MASK),
-    "places, in rows": MASK.argwhere,
-    "places, by name": MASK.nonzero,
-    "different numbers": NUMBERS.unique,
-    "the number of classes": lambda: torch.nn.functional.one_hot(MASK.long()),
-    "numbers of repetitions": lambda: NUMBERS.repeat_interleave(MASK.long()[:, 3] + 1, 0),
-    "a list of the host": lambda: NUMBERS[[0, 2]],
-    "a tensor of the host": lambda: torch.tensor([1.0, 2.0]),
-}
-NO_READS: dict[str, Callable[[], object]] = {
-    "a number of the host": lambda: NUMBERS.clone().__setitem__((0, 1), 3.0),
-    "a number of the host by a mask": lambda: NUMBERS.clone().__setitem__(MASK, 3.0),
-    "places by a condition": lambda: torch.where(MASK, NUMBERS, 0.0),
-    "classes": lambda: torch.nn.functional.one_hot(MASK.long(), 2),
-    "a number of repetitions": lambda: NUMBERS.repeat_interleave(2, 1),
-    "rows by number": lambda: NUMBERS[MASK.long()[:, 0]],
-}
-
-
-@pytest.mark.parametrize("name", [*READS, *NO_READS])
-def test_reads_on_the_host_are_found(name: str) -> None:
-    with torch.inference_mode(), WrittenDown(refuses=True):
-        if name in READS:
-            with pytest.raises(HostReadError):
-                READS[name]()
-        else:
-            NO_READS[name]()
 
 
 class Watch:

@@ -43,12 +43,14 @@ from vargen.decoding.experimental import (
 )
 from vargen.decoding.video.denoising import shift_level, shifted_levels
 from vargen.models.causal_video.decoding import CausalVideoBlockModel
-from vargen.verify.tables import TableModel
+from vargen.verify.tables import TableLowRes, TableModel
 
 SMALL = TableModel(vocab=3, tokens=5)
 # Without layers to skip.
 WITH_BOOK = TableModel(vocab=3, tokens=5)
 WITH_BOOK.codebook, WITH_BOOK.num_layers = torch.eye(3), 0
+OTHER_TOKENS = TableModel(3, 5)
+OTHER_TOKENS.low_res = TableLowRes(TableModel(4, 5))
 THREE_FRAMES = CausalVideoBlockModel(transformer(1, block_frames=3), LEVELS)
 FAN = JacobiTree(7, 2, 2)
 
@@ -83,6 +85,7 @@ def method(drafter, rule):
     (lambda: PooledRule().bind(SMALL), "codebook"),
     (lambda: Wavefront(8, coupling="maximal"), "coupling"),
     (lambda: Jacobi(4, initial="low-res").bind(SMALL, 1), "need a model"),
+    (lambda: Jacobi(4, initial="low-res").bind(OTHER_TOKENS, 1), "vocabulary"),
     (lambda: LayerSkip(skip=1.0), "skip"),
     (lambda: LayerSkip().bind(WITH_BOOK, 1), "skip"),
     (lambda: LayerSkip(skip=()), "skip"),

@@ -35,7 +35,7 @@ from vargen.decoding import (
 )
 from vargen.decoding.relaxed_rules import PooledRule
 from vargen.decoding.window import MAX_AUTO_WIDTH
-from vargen.kernels.graph import EAGER_PASSES, CapturedPasses
+from vargen.kernels.graph import EAGER_PASSES
 from vargen.kernels.host import captures_passes, explain_capture
 from vargen.models.guidance import Condition
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
@@ -146,7 +146,7 @@ def watch_kinds(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[Any]
     return kinds
 
 
-@pytest.mark.parametrize("method", ["ar", "scd", "gumbel", "gsd", "eagle", pytest.param("lantern", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["ar", "scd", "gumbel", "gsd", "eagle", "lantern"])
 def test_any_mixture_of_options_is_captured(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two graphs serve all of them: without filters, as for the first images, and with filters. Each image is as alone."""
     method, model = resolve_method(method), tiny_target()
@@ -168,24 +168,6 @@ def test_any_mixture_of_options_is_captured(method: str, monkeypatch: pytest.Mon
         assert found[number].stats.relaxation == pytest.approx(alone.stats.relaxation, abs=1e-5)
 
 
-def test_images_without_filters_beside_others_and_alone_have_two_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The filters of an image end with it: passes are then of the other kind, and its graph is captured, too."""
-    engine = captured_engine(tiny_target(), "ar", batch_size=2)
-    kinds, image = watch_kinds(engine, monkeypatch), Condition(class_labels=torch.tensor([1]))
-    engine.submit(image, torch.tensor([1]))
-    for _ in range(5):
-        engine.step()
-    engine.submit(image, torch.tensor([2]), Sampling(0.9, top_k=3))
-    for _ in range(4):
-        engine.step()
-    assert kinds == {(1, False): 4, (1, True): 4} and RecordedGraph.made == 2 and RecordedGraph.replays == 4
-    engine.cancel(1)
-    engine.step()
-    assert kinds == {(1, False): 5, (1, True): 4} and RecordedGraph.made == 2 and RecordedGraph.replays == 5
-    expected = decode(tiny_target(), image, torch.tensor([1]))
-    assert torch.equal(next(iter(engine.run())).tokens, expected.tokens[0])
-
-
 def test_passes_of_each_width_have_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     widths = (2, 5, 1)
     chosen = cycle(widths)
@@ -196,22 +178,6 @@ def test_passes_of_each_width_have_a_graph(monkeypatch: pytest.MonkeyPatch) -> N
     counts = found.stats.passes_by_width
     assert set(counts) == set(widths) and RecordedGraph.made == 3
     assert RecordedGraph.replays == sum(counts.values()) - 3 * EAGER_PASSES > 0
-
-
-def test_a_kind_is_captured_after_its_second_pass() -> None:
-    ran: list[str] = []
-
-    class Graph(RecordedGraph):
-        @staticmethod
-        def capture(run: Callable[[], object]) -> Callable[[], None]:
-            run()
-            ran.append("captured")
-            return lambda: ran.append("replayed")
-
-    passes = CapturedPasses(Graph)  # type: ignore[arg-type]
-    for kind in "aabaabbb":
-        passes.run(kind, lambda kind=kind: ran.append(kind))  # type: ignore[misc]
-    assert ran == ["a", "a", "a", "captured", "b", "replayed", "replayed", "b", "b", "captured", "replayed", "replayed"]
 
 
 def test_an_automatic_window_is_fixed_off_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,29 +255,6 @@ def test_what_fails_while_it_is_captured_is_run_one_by_one(
     assert RecordedGraph.made == 1, "the one before"
 
 
-def test_a_graph_serves_after_another_could_not_be_captured(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, image = tiny_target(), Condition(class_labels=torch.tensor([1]))
-    engine = captured_engine(model, "ar", batch_size=2)
-    kinds = watch_kinds(engine, monkeypatch)
-    engine.submit(image, torch.tensor([1]))
-    for _ in range(4):
-        engine.step()
-    assert RecordedGraph.made == 1
-    count_recorded(monkeypatch, refuse_from=100)
-    engine.submit(image, torch.tensor([2]), Sampling(0.9, top_k=20))
-    with caplog.at_level(logging.WARNING, "vargen"):
-        for _ in range(6):
-            engine.step()
-        engine.cancel(1)
-        (found,) = engine.run()
-    assert ["no such operation" in each.getMessage() for each in caplog.records] == [True]
-    assert kinds == {(1, False): GRID**2 - 1 - 6, (1, True): 6} and RecordedGraph.made == 1
-    assert RecordedGraph.replays == kinds[1, False] - EAGER_PASSES
-    assert torch.equal(found.tokens, decode(model, image, torch.tensor([1])).tokens[0])
-
-
 HOOKS: dict[str, Callable[[torch.nn.Module], Any]] = {
     "_hf_hook": lambda layer: setattr(layer, "_hf_hook", object()),
     "_diffusers_hook": lambda layer: setattr(layer, "_diffusers_hook", SimpleNamespace(get_hook=lambda name: None)),
@@ -339,26 +282,6 @@ def test_drafters_with_hooks_are_not_captured(part: str, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, "vargen"):
         assert same(generated(method, model=model, captured=True), expected)
     assert RecordedGraph.made == 0 and "hooks" in caplog.text
-
-
-def test_hooks_that_come_and_go() -> None:
-    """Images that start while a network has hooks take eager passes; without, the graph of before, until it is compiled."""
-    model, replays = tiny_target(), []
-    engine = captured_engine(model, "ar", batch_size=2)
-    for number in range(4):
-        if number == 3:
-            model.transformer.compile_repeated_blocks(backend="eager")
-        handle = model.transformer.register_forward_hook(lambda *arguments: None) if number == 1 else None
-        image, seed = Condition(class_labels=torch.tensor([number])), torch.tensor([number])
-        engine.submit(image, seed)
-        before = RecordedGraph.replays
-        (found,) = engine.run()
-        replays.append(RecordedGraph.replays - before)
-        if handle is not None:
-            handle.remove()
-        assert torch.equal(found.tokens, decode(tiny_target(), image, seed).tokens[0])
-    first = GRID**2 - 1 - EAGER_PASSES
-    assert replays == [first, 0, GRID**2 - 1, first] and RecordedGraph.made == 2
 
 
 def replace_data(network: torch.nn.Module) -> None:

@@ -2,25 +2,57 @@
 
 import itertools
 import math
+from typing import Any, Self
 
 import pytest
 import torch
-from drafters import GuessingDrafter
 from late_reports import delay_reports
+from tiny_models import class_pipeline
+from torch import Tensor, nn
 
+from vargen import LlamaGenPipeline
 from vargen.decoding import (
     Accelerator,
+    Draft,
+    Drafter,
     Noise,
     NonFiniteLogitsError,
     Purpose,
-    Sampling,
+    TokenState,
     Tree,
     decode,
     resolve_method,
     shared_noise,
 )
-from vargen.decoding.sampling import to_probs
+from vargen.models.guidance import Condition
 from vargen.verify.tables import TableModel
+
+
+class GuessingDrafter(Drafter):
+    """Random tokens in a fixed tree; siblings differ."""
+
+    def __init__(self, parents: tuple[int, ...], vocab: int, seed: int = 0):
+        self.tree, self.vocab, self.seed = Tree.from_parents(parents), vocab, seed
+        self.topology = "chain" if self.tree.is_chain else "tree"
+
+    @property
+    def width(self) -> int:
+        return len(self.tree.parents)
+
+    def bind(self, model: Any, slots: int) -> Self:
+        return self.copy(generator=torch.Generator().manual_seed(self.seed))
+
+    def propose(self, state: TokenState, noise: Noise, width: int) -> Draft:
+        return self.guess(len(state.seeds), self.generator)  # type: ignore[attr-defined]
+
+    def guess(self, images: int, generator: torch.Generator) -> Draft:
+        T = len(self.tree.parents)
+        # A random offset per parent plus the sibling's rank: different for siblings.
+        rank = [sum(int(p) == int(self.tree.parents[t]) for p in self.tree.parents[:t]) for t in range(T)]
+        start = torch.randint(self.vocab, (images, T), generator=generator)
+        drafted = (start[:, self.tree.parents.clamp_min(0)] + torch.tensor(rank)) % self.vocab
+        return Draft(drafted[:, 1:], self.tree)
+
 
 TREES = {
     "chain of 1": (-1, 0),
@@ -28,26 +60,6 @@ TREES = {
     "two branches": (-1, 0, 0, 1, 2),
     "bushy": (-1, 0, 0, 0, 1, 1, 2, 4, 4),
 }
-
-
-def counts(tokens: torch.Tensor, vocab: int) -> torch.Tensor:
-    index = (tokens * vocab ** torch.arange(tokens.shape[1] - 1, -1, -1)).sum(1)
-    return torch.bincount(index, minlength=vocab ** tokens.shape[1]).view([vocab] * tokens.shape[1])
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_k=3), Sampling(top_p=0.7)])
-def test_ar_samples_the_enumerated_joint_law(sampling):
-    model, n = TableModel(vocab=4, tokens=4, seed=3), 40_000
-    result = decode(model, torch.zeros(n, dtype=torch.int64), torch.arange(n), "ar", sampling)
-    exact = model.joint(0, lambda logits: to_probs(logits, sampling))
-    generated = counts(result.tokens, 4) / n
-    noise = (exact * (1 - exact) / n).sqrt().sum() * math.sqrt(2 / math.pi) / 2  # expected total variation of n draws
-    distance = (generated - exact).abs().sum() / 2
-    assert distance < 1.5 * noise
-    assert generated[exact == 0].sum() == 0
-    # The same check tells a wrong probs from the right one.
-    wrong = model.joint(1, lambda logits: to_probs(logits, sampling))
-    assert (generated - wrong).abs().sum() / 2 > 5 * noise
 
 
 @pytest.mark.parametrize("shape", TREES)
@@ -156,17 +168,6 @@ def test_non_finite_logits_past_the_grid_do_not_matter():
     assert result.finished
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("arr", "did you mean 'ar'"), ("xyzzy", "known: auto, ar, sjd")],
-)
-def test_unknown_accelerators_name_the_nearest(name, message):
-    with pytest.raises(ValueError, match=message):
-        resolve_method(name)
-    with pytest.raises(TypeError, match="preset's name or a method object"):
-        resolve_method(3)  # type: ignore[arg-type]
-
-
 def test_trees():
     tree = Tree.from_parents((-1, 0, 0, 1))
     assert tree.depth.tolist() == [0, 1, 1, 2] and tree.max_path == 3 and not tree.is_chain
@@ -200,3 +201,48 @@ def test_same_noise_verdict_against_a_plain_walk():
             assert verdict.count.item() == len(path)
             assert verdict.path[0, : len(path)].tolist() == path
             assert verdict.next_token.item() == generated[path[-1]]
+
+
+# -- tensors of inference mode -----------------------------------------------------------------------------------------
+
+
+CONDITION, SEEDS = Condition(torch.tensor([1, 4])), torch.tensor([3, 5])
+
+
+@pytest.fixture
+def pipe() -> LlamaGenPipeline:
+    pipe = class_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def learn(tokens: Tensor) -> None:
+    """Fails for a tensor of inference mode, which gradients cannot keep."""
+    nn.Embedding(64, 3)(tokens).sum().backward()
+
+
+@pytest.mark.parametrize("accelerator", ["ar", "gumbel", "gsd"])
+def test_tokens_and_lengths_may_be_trained_on(pipe: LlamaGenPipeline, accelerator: str) -> None:
+    seen: list[Tensor] = []
+
+    def callback(progress: Any) -> None:
+        assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
+        seen.extend((progress.tokens, progress.tokens.clone(), progress.length, progress.num_committed))
+
+    generated = decode(pipe.decoding_model(2.0), CONDITION, SEEDS, accelerator, callback=callback)
+    for tensor in (generated.tokens, generated.length, *seen):
+        assert not tensor.is_inference()
+        learn(tensor)
+        tensor.add_(0)
+    before = generated.tokens.clone()
+    seen[0].zero_()  # the loop's own
+    assert torch.equal(generated.tokens, before)
+
+
+def test_a_generation_leaves_the_mode_as_it_was(pipe: LlamaGenPipeline) -> None:
+    def callback(progress: Any) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        decode(pipe.decoding_model(1.0), CONDITION, SEEDS, callback=callback)
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

@@ -98,16 +98,6 @@ def test_uniforms_of_passes_and_purposes_are_independent_but_token_noise_is_the_
     assert torch.equal(one.select_slot(torch.tensor([1, 0, 4])).position[:, 0], torch.tensor([1, 0, 4]))
 
 
-def test_numpy_and_torch_mix_the_same_bits(monkeypatch):
-    position = torch.tensor([[0, 5, 10**12, -3]]).expand(len(SEEDS), -1)
-    for purpose in (Purpose.TOKEN, Purpose.RESAMPLE):
-        numpy = sample_exponential(SEEDS, position, 77, purpose, 9), sample_uniform(SEEDS, position, purpose, 9)
-        with monkeypatch.context() as patch:
-            patch.setattr("vargen.kernels.noise_bits.uses_numpy", lambda keys: False)
-            plain = sample_exponential(SEEDS, position, 77, purpose, 9), sample_uniform(SEEDS, position, purpose, 9)
-        assert all(torch.equal(a, b) for a, b in zip(numpy, plain, strict=True))
-
-
 def test_noise_that_is_kept_is_the_same_noise(monkeypatch):
     """Windows that move on by other steps in each image, grow, shrink, stand still and go back; siblings share a position."""
     own = TokenNoise(SEEDS, 400)

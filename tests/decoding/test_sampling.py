@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from table_methods import METHODS, PRESETS_OF_TOKENS, table_model
 
-from vargen.decoding import Engine, Sampling, decode
+from vargen.decoding import Sampling
 from vargen.decoding.sampling import SlotSampling, to_probs
 from vargen.kernels import dispatch
 from vargen.kernels.ops import filter_logits
@@ -95,16 +94,3 @@ def test_each_slot_has_the_probabilities_of_its_own_options(is_cpu, monkeypatch)
         assert slots.options == held and slots.filters == filters
         assert slots.may_be_greedy() == (greedy if is_cpu else filters)
     assert places == [each.data_ptr() for each in vars(slots).values() if isinstance(each, torch.Tensor)]
-
-
-@pytest.mark.parametrize("name", [*PRESETS_OF_TOKENS, "local repair", "draft model, k-seq", "draft model, shared noise"])
-def test_an_image_beside_others_with_other_options_is_the_image_alone(name):
-    condition, seeds = torch.arange(6) % 2, torch.arange(20, 26)
-    engine = Engine(table_model(), METHODS[name], batch_size=4)
-    for row, options in enumerate(OPTIONS):
-        engine.submit(condition[row, None], seeds[row, None], options)
-    for image in engine.run():
-        row = image.number
-        alone = decode(table_model(), condition[row, None], seeds[row, None], METHODS[name], OPTIONS[row])
-        assert torch.equal(image.tokens, alone.tokens[0]), OPTIONS[row]
-        assert math.isclose(image.stats.relaxation[0], alone.stats.relaxation[0], abs_tol=1e-4)

@@ -21,7 +21,6 @@ from vargen.decoding import (
     decode,
     shared_noise,
     traversal,
-    tree_drafters,
 )
 from vargen.decoding.experimental import EagleSharedNoise, SampledTree, k_seq, recursive_rejection
 from vargen.models.guidance import Condition, Guidance
@@ -66,13 +65,6 @@ def passes(drafter: Drafter, rule) -> int:
     """Of images of two conditions, by a drafter that knows their table."""
     method = Accelerator("self", drafter, rule)
     return decode(table(own=True), torch.arange(64) % 2, torch.arange(64), method, Sampling(0.8, 2)).stats.passes
-
-
-def test_features_of_other_slots_are_noticed(monkeypatch) -> None:
-    """The control of the tests above: with the feature of the slot before, a perfect drafter is one no more."""
-    gathered = tree_drafters.gather_nodes
-    monkeypatch.setattr(tree_drafters, "gather_nodes", lambda rows, slots: gathered(rows, (slots - 1).clamp(min=0)))
-    assert passes(Eagle(chain(1)), recursive_rejection) > 3
 
 
 class WatchedHeads(TableMedusa):
@@ -123,15 +115,6 @@ def test_coupled_drafts_generate_the_image_of_ar(kind, shape, guidance: float, i
     expected = decode(model, CONDITION, SEEDS, "ar", Sampling(top_k=20))
     found = decode(model, CONDITION, SEEDS, Accelerator("same", kind(shape), shared_noise), Sampling(top_k=20))
     assert torch.equal(found.tokens, expected.tokens) and found.stats.passes < expected.stats.passes
-
-
-@pytest.mark.parametrize("kind", [Eagle, Medusa])
-def test_a_row_of_a_batch_is_the_image_alone(kind) -> None:
-    model, method = tiny(), Accelerator("mine", kind(DynamicTree(9, 3, 3)), traversal)
-    together = decode(model, CONDITION, SEEDS, method).tokens
-    for row in range(3):
-        alone = decode(model, CONDITION.select_rows(slice(row, row + 1)), SEEDS[row : row + 1], method).tokens
-        assert torch.equal(alone[0], together[row])
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------------

@@ -25,12 +25,20 @@ from vargen.decoding import (
     VideoMethod,
 )
 from vargen.decoding.noise import Purpose
-from vargen.decoding.video.denoising import BlockGenerator, make_block_noise, shifted_levels
+from vargen.decoding.video.denoising import (
+    BlockGenerator,
+    add_noise,
+    make_block_noise,
+    predict_clean,
+    shift_level,
+    shifted_levels,
+)
 from vargen.decoding.video.policies import Policy
 from vargen.eval.video import DRAFTS
 from vargen.kernels.noise_bits import sample_normal
 from vargen.models.causal_video.decoding import CausalVideoBlockModel
 from vargen.models.guidance import Guidance
+from vargen.training.routing_tree import build_routing_tree
 
 FREE = VideoMethod(policy=Threshold(), target_blocks=())
 
@@ -110,19 +118,6 @@ def test_both_caches_are_those_of_a_fresh_prefill(makers: str, window: int | Non
         prefill = BlockGenerator(network, condition(), 2 * len(makers) + 2)
         prefill.state = fresh
         assert closely(keys(generator, 2 * len(makers)), keys(prefill, 2 * len(makers)))
-
-
-@torch.no_grad()
-def test_a_drafter_that_kept_its_refused_draft_would_be_found() -> None:
-    """The mistake of a public script: negative control of the test above."""
-    model, made, latents = after("dtdt", None, 0)
-    made.generators["draft"].update_cache()
-    wrong = model.draft_model.start(condition(), 10)
-    for block in [*latents[:1], -latents[1], *latents[2:]]:
-        model.draft_model.forward(wrong, [block])
-    other = BlockGenerator(model.draft_model, condition(), 10)
-    other.state = wrong
-    assert not closely(keys(made.generators["draft"], 8), keys(other, 8))
 
 
 def test_a_rolling_cache_with_sinks_is_one_that_is_rebuilt() -> None:
@@ -401,3 +396,88 @@ def test_only_equal_caches_are_shared() -> None:
         {"guidance": Guidance(2.0, negative=condition(4))},
     ):
         assert not ladder(6, 2, guided=True, draft=draft).shares_cache, draft
+
+
+# -- noise levels ------------------------------------------------------------------------------------------------------
+
+
+def test_the_warped_table_is_that_of_the_distilled_models():
+    assert [1000 * level for level in shifted_levels()] == pytest.approx([1000, 937.5, 833.3333, 625])
+    assert shifted_levels((1000, 757, 522), shift=8) == pytest.approx((1, 6.056 / 6.299, 4.176 / 4.654))
+    assert shift_level(0) == 0 and shift_level(1) == 1 and shift_level(0.3, 1) == pytest.approx(0.3)
+
+
+def test_the_velocity_leads_back_to_the_clean_latents_from_every_level():
+    clean, noise = torch.randn(2, 1, 3, 4, 4, 4, generator=torch.Generator().manual_seed(0))
+    for level in shifted_levels():
+        assert torch.allclose(predict_clean(add_noise(clean, noise, level), noise - clean, level), clean, atol=1e-6)
+    assert torch.equal(add_noise(clean, noise, 0.0), clean) and torch.equal(add_noise(clean, noise, 1.0), noise)
+    half = clean.bfloat16()
+    assert predict_clean(half, half, 0.5).dtype == torch.bfloat16
+
+
+# -- early exit ------------------------------------------------------------------------------------------------------------
+
+
+ALWAYS = VideoMethod(policy=Stride(1_000_000), exit_step=2)
+
+
+def without_a_small_model() -> CausalVideoBlockModel:
+    return CausalVideoBlockModel(transformer(0), LEVELS)
+
+
+def test_a_rejected_estimate_is_finished_to_the_targets_block() -> None:
+    method = VideoMethod(policy=Threshold(math.inf), exit_step=1)
+    made, plain = stream(method, 4, without_a_small_model()), stream("target", 4)
+    assert torch.equal(video(made)[0], video(plain)[0])
+    assert {record.outcome for record in made.stats.blocks[1:]} == {"rejected"}
+    assert made.stats.passes == plain.stats.passes
+
+
+def test_an_accepted_estimate_is_the_targets_after_some_steps() -> None:
+    made = stream(ALWAYS, 2, without_a_small_model())
+    block = list(made)[1]
+    assert block.record.source == "draft" and made.stats.blocks[1].passes == {"target": 3}  # a clean block, then two steps
+    model = models()
+    state = model.start(condition(), 4)
+    first = video(stream("target", 1))[0][None]
+    model.forward(state, [first])
+
+    def noise(step: int) -> torch.Tensor:
+        return make_block_noise(7, 1, step, model.block_shape, model.device)
+
+    x = add_noise(model.forward(state, [], noise(0), LEVELS[0]), noise(1), LEVELS[1])
+    torch.testing.assert_close(block.latents[None], model.forward(state, [], x, LEVELS[1]), atol=1e-5, rtol=1e-4)
+
+
+def test_exits_need_fewer_passes_and_no_small_model() -> None:
+    passes = []
+    for exit_step in (1, 2, 3, 0):
+        method = replace(ALWAYS, exit_step=exit_step) if exit_step else PRESETS["target"]
+        made = stream(method, 4, without_a_small_model())
+        video(made)
+        passes.append(made.stats.passes["target"])
+    assert passes == sorted(passes) and len(set(passes)) == 4
+    assert ALWAYS.kind == "relaxed" and not ALWAYS.needs_draft_model
+    made = stream("early-exit", 5, without_a_small_model())
+    video(made)
+    assert "".join(source[0] for source in made.stats.sources) == "tdddd"
+    placed = replace(PRESETS["early-exit"], policy=Placed("tdddd"), target_blocks=())
+    assert torch.equal(video(stream(placed, 5))[0], video(stream("early-exit", 5))[0])
+
+
+@pytest.mark.parametrize("exit_step", [None, 1])
+def test_a_tree_contains_every_routed_video(exit_step: int | None) -> None:
+    model = models()
+    tree = build_routing_tree(model, condition(), 7, 4, exit_step)
+    assert [len(block.target) for block in tree] == [1, 1, 2, 4]
+    for choices in ((0, 1, 0, 1), (0, 0, 1, 1), (0, 1, 1, 0)):
+        made = stream(
+            VideoMethod(policy=Placed("".join("td"[choice] for choice in choices)), exit_step=exit_step or 0), 4, model
+        )
+        latents, row, past = video(made)[0].unflatten(0, (4, -1)), 0, None
+        for number, (block, choice) in enumerate(zip(tree, choices, strict=True)):
+            assert past is None or torch.equal(block.previous[row], past)
+            past = (block.draft if choice else block.target)[row]
+            torch.testing.assert_close(past, latents[number], atol=1e-4, rtol=1e-3)
+            row = 2 * row + choice if number else 0

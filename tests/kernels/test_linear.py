@@ -1,8 +1,5 @@
 """Weights that lie transposed in memory are the same weights: for passes, files, casts, moves and training."""
 
-import copy
-from pathlib import Path
-
 import pytest
 import torch
 from tiny_models import tiny_transformer
@@ -11,7 +8,6 @@ from torch import nn
 from vargen.kernels.ops import transpose_linear_weights
 from vargen.models.guidance import Condition
 from vargen.models.llamagen.network import LlamaGenTransformer
-from vargen.weight_files import weights_digest
 
 CLASSES = Condition(class_labels=torch.tensor([1, 4]))
 TOKENS = torch.arange(32).view(2, 16)
@@ -56,16 +52,3 @@ def test_a_prefill_lays_them_out_and_leaves_them_fit_for_training(mode: type) ->
             optimizer.step()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0] < 4
-
-
-def test_files_casts_and_copies_know_nothing_of_it(tmp_path: Path) -> None:
-    plain, model = tiny_transformer("class"), transposed()
-    assert weights_digest(model) == weights_digest(plain)
-    for name, network in (("a", plain), ("b", model)):
-        network.save_pretrained(tmp_path / name)
-    one, two = ((tmp_path / name / "diffusion_pytorch_model.safetensors").read_bytes() for name in "ab")
-    assert one == two
-    assert layouts(LlamaGenTransformer.from_pretrained(tmp_path / "b")) == {False}, "loaded as torch has it, until a prefill"
-    assert layouts(copy.deepcopy(model)) == layouts(model.to(torch.bfloat16)) == {True}
-    model.load_state_dict(plain.state_dict())
-    assert layouts(model) == {True}

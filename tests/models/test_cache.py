@@ -61,12 +61,6 @@ def _ahead(tokens: Tensor, lengths: list[int], T: int) -> Tensor:
     return torch.stack([row[n : n + T] for row, n in zip(tokens, lengths, strict=True)])
 
 
-def _held(cache: KVCache, row: int) -> Tensor:
-    """Keys and values of what a row holds, prefix included."""
-    end = cache.prefix + int(cache.length[row])
-    return torch.stack([cache.k[:, row, :, :end], cache.v[:, row, :, :end]])
-
-
 # -- the prefix ------------------------------------------------------------------------------------------------------
 
 
@@ -92,29 +86,7 @@ def test_the_compressed_prefix_is_the_long_one(seed: int) -> None:
     assert size[1] - size[0] == 2 * 3 * rows * (P - 1) * 48 * 4
 
 
-# -- passes of several tokens ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("compress", [True, False])
-@pytest.mark.parametrize("lengths", [[0, 0, 0], [0, 4, 9], [10, 3, 7]])
-def test_a_pass_over_many_tokens_is_that_many_passes_over_one(
-    lengths: list[int], compress: bool, model: LlamaGenTransformer, condition: Condition, tokens: Tensor
-) -> None:
-    """Rows of one batch hold different numbers of tokens."""
-    T = 5
-    fed = _ahead(tokens, lengths, T)
-    one, many = (_filled(model, condition, tokens, lengths, compress_prefix=compress) for _ in range(2))
-    together = model(fed, cache=many).logits
-    many.commit_chain(T)
-    apart = []
-    for step in range(T):
-        apart.append(model(fed[:, step : step + 1], cache=one).logits)
-        one.commit_chain(1)
-    torch.testing.assert_close(together, torch.cat(apart, 1), **_CLOSE)
-    whole = model(tokens, condition).logits
-    for row, n in enumerate(lengths):
-        torch.testing.assert_close(together[row], whole[row, n + 1 : n + 1 + T], **_CLOSE)
-        torch.testing.assert_close(_held(many, row), _held(one, row), **_CLOSE)
+# -- rollbacks --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("moved", [True, False])
@@ -134,7 +106,6 @@ def test_what_is_rolled_back_was_never_fed(
 # -- trees -----------------------------------------------------------------------------------------------------------
 
 _PARENTS = [-1, 0, 0, 1, 1, 3]
-_TWO_ROOTS = [-1, -1, 0, 1, 3, 2]
 
 
 def _ancestors(parents: list[int]) -> Tensor:
@@ -148,19 +119,6 @@ def _ancestors(parents: list[int]) -> Tensor:
 def _tree_pass(model: LlamaGenTransformer, cache: KVCache, fed: Tensor, ancestors: Tensor) -> Tensor:
     positions = cache.length[:, None] + ancestors.sum(-1) - 1
     return model(fed, cache=cache, positions=positions, ancestors=ancestors).logits
-
-
-@pytest.mark.parametrize(("lengths", "parents"), [([0, 0, 0], _PARENTS), ([2, 9, 5], _PARENTS), ([2, 9, 5], _TWO_ROOTS)])
-def test_every_branch_of_a_tree_is_its_chain(
-    lengths: list[int], parents: list[int], model: LlamaGenTransformer, condition: Condition, tokens: Tensor
-) -> None:
-    fed = torch.randint(_VOCAB, (_ROWS, len(parents)), generator=torch.Generator().manual_seed(3))
-    ancestors = _ancestors(parents)
-    logits = _tree_pass(model, _filled(model, condition, tokens, lengths), fed, ancestors)
-    for slot in range(len(parents)):
-        branch = ancestors[slot].nonzero().flatten()
-        chain = model(fed[:, branch], cache=_filled(model, condition, tokens, lengths)).logits
-        torch.testing.assert_close(logits[:, branch], chain, **_CLOSE)
 
 
 # -- the end of the grid ---------------------------------------------------------------------------------------------
@@ -194,18 +152,6 @@ def test_a_row_at_its_end_disturbs_neither_its_grid_nor_its_neighbours(
         # In row 0, slots 3 and 5 of the pass move to places 2 and 3.
         assert changed[0].nonzero().flatten().tolist() == [cache.prefix + 5 + place for place in (2, 3)]
     assert model(tokens[:, :T], cache=cache).logits.isfinite().all()
-
-
-def test_a_pointer_past_the_grid_still_writes_to_its_own_row(
-    model: LlamaGenTransformer, condition: Condition, tokens: Tensor
-) -> None:
-    cache = _filled(model, condition, tokens, [5, _N, 0])
-    cache.rollback(torch.tensor([_N + 5, _N + 100, 2]))
-    before = cache.k.clone()
-    assert model(tokens[:, :6], cache=cache).logits.isfinite().all()
-    changed = (cache.k != before).any(dim=(0, 2, 4))
-    assert not changed[:2, : cache.prefix + _N].any()
-    assert changed[2].nonzero().flatten().tolist() == [cache.prefix + 2 + t for t in range(6)]
 
 
 def test_a_pass_wider_than_the_scratch_is_refused(model: LlamaGenTransformer, condition: Condition) -> None:

@@ -1,14 +1,23 @@
 """The causal video transformer: blocks through a cache are the whole video under its mask, whatever is refused on the way."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from rejects import rejects
+from safetensors.torch import load_file
+from tiny_video import SHAPE as TINY_SHAPE
+from tiny_video import randomised, transformer
 
+from vargen.convert.wan import to_original_names
 from vargen.models.causal_video.blocks import apply_rotary, build_rotary_3d, split_rotary_dims
 from vargen.models.causal_video.cache import VideoCache, visible_frames
-from vargen.models.causal_video.network import CausalVideoTransformer
+from vargen.models.causal_video.network import CausalVideoLoRA, CausalVideoTransformer
+from vargen.models.quantization import SCALE_SUFFIX, quantize_network, quantized_layers
+
+from diffusers import WanTransformer3DModel  # isort: skip  (after the torchvision guard)
+
 
 SHAPE = {
     "dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 2, "channels": 3, "height": 4, "width": 6, "patch": 2,
@@ -241,7 +250,7 @@ def test_latents_of_another_shape_are_refused(model, shape):
     rejects(lambda: model(torch.zeros(shape).double(), ZERO, a_text(model)), "latents")
 
 
-# -- the official sizes ------------------------------------------------------------------------------------------------
+# -- another size ------------------------------------------------------------------------------------------------------
 
 
 def test_a_video_of_another_size_has_a_cache_of_its_size(model):
@@ -250,3 +259,134 @@ def test_a_video_of_another_size_has_a_cache_of_its_size(model):
     cache, text = VideoCache(wide, *shape, frames=4, dtype=torch.float64), a_text(model)
     z = torch.randn(2, 4, 3, 4, 8).double()
     assert torch.allclose(prefill(model, z, cache, text), model(z, ZERO, text), atol=1e-9)
+
+
+# -- LoRA --------------------------------------------------------------------------------------------------------------
+
+
+SIZE = {name: TINY_SHAPE[name] for name in ("dim", "ffn_dim", "num_layers")}
+LAYERS = {
+    *(f"{kind}_attn.{name}" for kind in ("self", "cross") for name in "qkvo"), "ffn.0", "ffn.2",
+}  # fmt: skip
+
+
+def dequantized(network: CausalVideoTransformer) -> dict[str, torch.Tensor]:
+    """The weights of an int8 network times their scales."""
+    state = {name: value for name, value in network.state_dict().items() if not name.endswith(SCALE_SUFFIX)}
+    for name, layer in quantized_layers(network).items():
+        state[f"{name}.weight"] = layer.weight.float() * layer.weight_scale[:, None]
+    return state
+
+
+def a_lora(rank: int = 3, seed: int = 5, **more) -> CausalVideoLoRA:
+    return randomised(CausalVideoLoRA(**{**SIZE, **more}, rank=rank), seed, 0.2)
+
+
+def velocity(network: CausalVideoTransformer) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    latents, embeds = torch.randn(1, 4, 4, 2, 2, generator=generator), torch.randn(1, 3, 8, generator=generator)
+    with torch.no_grad():
+        return network(latents, torch.full((1,), 500.0), network.text_cache(embeds))
+
+
+def test_all_matrices_of_the_blocks_have_an_update_and_nothing_else() -> None:
+    names = {name for name, _ in a_lora().updates()}
+    assert names == {f"blocks.{number}.{layer}" for number in range(2) for layer in LAYERS}
+
+
+def test_merged_is_the_network_with_the_products_added() -> None:
+    network, lora = transformer(0), a_lora()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    merged = lora.merge(network)
+    updates = dict(lora.updates())
+    for name, value in merged.state_dict().items():
+        update = updates.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        expected = before[name] if update is None else before[name] + update.B @ update.A
+        torch.testing.assert_close(value, expected)
+        assert update is not None or value.data_ptr() == network.state_dict()[name].data_ptr(), "shared"
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    assert (velocity(merged) - velocity(network)).abs().max() > 1e-3
+    assert not merged.training and not any(parameter.requires_grad for parameter in merged.parameters())
+
+
+def test_a_new_lora_changes_nothing() -> None:
+    assert torch.equal(velocity(CausalVideoLoRA(**SIZE, rank=4).merge(transformer(0))), velocity(transformer(0)))
+
+
+def test_the_dtype_is_the_networks() -> None:
+    network = randomised(CausalVideoTransformer(**TINY_SHAPE), 0).to(torch.bfloat16)
+    merged = a_lora().merge(network)
+    assert merged.dtype == torch.bfloat16
+    torch.testing.assert_close(velocity(merged).float(), velocity(a_lora().merge(transformer(0))), rtol=0.1, atol=0.1)
+
+
+def test_8_bit_products_are_of_the_updated_matrices() -> None:
+    network = quantize_network(randomised(CausalVideoTransformer(**TINY_SHAPE), 0))
+    merged = a_lora().merge(network)
+    assert merged.config.quantization == "int8"
+    plain = CausalVideoTransformer(**TINY_SHAPE)
+    plain.load_state_dict(dequantized(network))
+    expected, found = a_lora().merge(plain.eval()), dequantized(merged)
+    for name, value in expected.state_dict().items():
+        assert (found[name] - value).abs().max() <= value.abs().max() / 127
+    assert torch.isfinite(velocity(merged)).all() and not torch.equal(velocity(merged), velocity(network))
+
+
+def test_what_cannot_be_merged_is_refused() -> None:
+    with torch.device("meta"):
+        offloaded = CausalVideoTransformer(**TINY_SHAPE)
+    rejects(lambda: a_lora().merge(offloaded), "LoRA")
+
+
+# -- an independent port -----------------------------------------------------------------------------------------------
+
+# The port follows the descriptions of Wan2.1 (arXiv 2503.20314) and of causal generation with a cache (arXiv 2506.08009) in
+# float64; commit `a0068ee6` has it, in `tests/support/wan_port.py`.
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "causal_video.safetensors"
+SIZES = {
+    "1.3B": {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30},
+    "14B": {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40},
+}
+# What the port ran: latents, and for each case the window, the sinks, and the frames by block.
+PORTED = {"dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 2, "channels": 16, "text_dim": 8, "freq_dim": 16}
+HEIGHT, WIDTH = 2, 4
+TIMESTEPS = (1000.0, 937.5, 2500 / 3, 625.0, 0.0)  # of the distilled models, then the clean pass that fills the cache
+CASES = {"all": (None, 0, (3, 3, 3)), "window": (7, 2, (3, 3, 3, 3))}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_are_those_of_stored_tensors(case):
+    golden, (window, sinks, blocks) = load_file(GOLDEN), CASES[case]
+    state = {name.removeprefix("weights."): value for name, value in golden.items() if name.startswith("weights.")}
+    model = CausalVideoTransformer(height=HEIGHT, width=WIDTH, **PORTED)
+    model.load_state_dict(state)
+    cache = model.eval().new_cache(1, sum(blocks), window=window, sinks=sinks)
+    text, found = model.text_cache(golden["text"][None]), []
+    for number, frames in enumerate(blocks):
+        cache.begin_block(frames)
+        for t in TIMESTEPS:
+            clean, noise = golden["clean"][number], golden["noise"][number]
+            noisy = clean + (t / 1000) * (noise - clean)
+            found.append(model(noisy[None], torch.tensor([t]), text, cache)[0])
+        cache.commit()
+    expected = golden[f"velocity.{case}"]
+    assert expected.abs().max() > 0.5
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_official_names_are_those_that_diffusers_converts(size):
+    from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+
+    shape = SIZES[size]
+    heads = shape["num_heads"]
+    with torch.device("meta"):
+        ours = CausalVideoTransformer(**shape).state_dict()
+        theirs = WanTransformer3DModel(
+            num_attention_heads=heads, attention_head_dim=shape["dim"] // heads, ffn_dim=shape["ffn_dim"],
+            num_layers=shape["num_layers"],
+        ).state_dict()  # fmt: skip
+    converted = convert_wan_transformer_to_diffusers(dict(ours))
+    assert {name: value.shape for name, value in converted.items()} == {name: value.shape for name, value in theirs.items()}
+    assert to_original_names(theirs, Path("theirs")).keys() == ours.keys()

@@ -13,12 +13,9 @@ import torch
 from rejects import rejects
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_multi_scale_vq, tiny_transformer, tiny_var, tiny_vq
-from tiny_video import preview as video_preview
 from tiny_video import transformer as video_transformer
-from tiny_video import vae as video_vae
 
 from vargen.folders.networks import NetworkFolder
-from vargen.models.heads.network import EagleDrafter, MedusaDrafter, TokenUpsampler
 from vargen.models.quantization import quantized_layers
 
 MAKERS: dict[str, Callable[[], Any]] = {
@@ -31,33 +28,15 @@ MAKERS: dict[str, Callable[[], Any]] = {
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
-HEADS = {"dim": 32, "vocab_size": 64, "grid_size": 4}
-SAVED: dict[str, Callable[[], Any]] = {
-    **MAKERS,
-    "hybrid": lambda: tiny_multi_scale_vq(architecture="hybrid", patch_size=2, transformer_blocks=1),
-    "CausalVideoVAE": video_vae,
-    "PreviewDecoder": video_preview,
-    "EagleDrafter": lambda: EagleDrafter(n_head=2, multiple_of=32, **HEADS),
-    "MedusaDrafter": lambda: MedusaDrafter(32, 64, 4),
-    "TokenUpsampler": lambda: TokenUpsampler(vocab_size=32, low_grid=4, grid_size=8, dim=16, blocks=2),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", SAVED)
-def test_a_network_that_is_saved_and_opened_is_the_same(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    network = copy.deepcopy(SAVED[name]()).to(dtype)
-    network.save_pretrained(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", WEIGHTS}
-    opened = type(network).from_pretrained(tmp_path, torch_dtype=dtype)
-    expected, found = network.state_dict(), opened.state_dict()
-    assert expected.keys() == found.keys() and not opened.training
-    assert all(torch.equal(value, found[key]) and value.dtype == found[key].dtype for key, value in expected.items())
-    settings = [json.dumps({key: value for key, value in each.config.items() if key[0] != "_"}) for each in (network, opened)]
-    assert settings[0] == settings[1]
-
-
-@pytest.fixture(params=[(name, weight_format) for name in MAKERS for weight_format in ("int8", "int6")], ids="-".join)
+@pytest.fixture(
+    params=[
+        (name, weight_format)
+        for name in MAKERS
+        for weight_format in ("int8", "int6")
+        if name != "MiniLMTextEncoder" or weight_format == "int8"
+    ],
+    ids="-".join,
+)
 def network(request: pytest.FixtureRequest) -> Any:
     made = MAKERS[request.param[0]]()
     made.register_to_config(weight_format=request.param[1])

@@ -1,14 +1,18 @@
 """What a pipeline of every registered family does: conventions of diffusers, seeds, batches, callbacks, bad input, files."""
 
+import copy
 import io
 import json
 import math
+import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from PIL import Image
 from rejects import rejects
@@ -40,7 +44,7 @@ def test_every_registered_family_is_tested() -> None:
 
 def test_output_types_agree(opened: tuple[Tiny, Any]) -> None:
     tiny, pipe = opened
-    images = {kind: made(tiny.call(pipe, output_type=kind)) for kind in ("pil", "np", "pt", "latent")}
+    images: Any = {kind: made(tiny.call(pipe, output_type=kind)) for kind in ("pil", "np", "pt", "latent")}
     array, side = images["np"], 16 if pipe.paradigm == "video" else 8
     assert array.shape[-3:] == (side, side, 3) and 0 <= array.min() <= array.max() <= 1
     assert np.array_equal(array, np.moveaxis(images["pt"].numpy(), -3, -1))
@@ -61,6 +65,16 @@ def test_a_row_of_a_batch_is_what_it_is_alone(opened: tuple[Tiny, Any]) -> None:
         assert seeds_of(together) == [7, 8, 9]
         for row in range(3):
             assert torch.equal(made(together)[row], made(tiny.call(pipe, row, 7 + row, method, output_type="latent"))[0])
+        if pipe.paradigm != "video":
+            parts = tiny.call(pipe, ALL, seeded(7, 8, 9), method, output_type="latent", batch_size=2)
+            assert torch.equal(made(parts), made(together)) and parts.stats.passes > together.stats.passes
+
+
+def test_calls_in_several_threads_generate_what_they_do_alone(opened: tuple[Tiny, Any]) -> None:
+    tiny, pipe = opened
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda seed: made(tiny.call(pipe, seed % 3, seed)), range(12)))
+    assert all(torch.equal(each, made(tiny.call(pipe, seed % 3, seed))) for seed, each in enumerate(together))
 
 
 def test_seeds_and_conditions_matter(opened: tuple[Tiny, Any]) -> None:
@@ -241,6 +255,40 @@ def test_a_saved_folder_is_described_and_opens(opened: tuple[Tiny, Any], tmp_pat
     assert type(info) is type(pipe) and parts[0] == parts[1] and info.transformer.device.type == "meta"
     assert not list(tmp_path.rglob("*.bin"))
     assert torch.equal(made(tiny.call(again)), made(tiny.call(pipe)))
+
+
+def test_after_a_call_it_is_saved_copied_and_cast_as_a_new_one(opened: tuple[Tiny, Any], new: Any, tmp_path: Path) -> None:
+    tiny, _ = opened
+    expected = [made(tiny.call(new, method=method)) for method in tiny.methods]
+    networks = {name: part for name, part in new.components.items() if isinstance(part, torch.nn.Module)}
+    for network in networks.values():
+        state = network.state_dict()
+        assert all(value.is_contiguous() for value in state.values())
+        safetensors.torch.save(state)
+        torch.save(state, io.BytesIO())
+        network.load_state_dict(copy.deepcopy(state))
+    new.save_pretrained(tmp_path / "saved")
+    for other in (open_pipeline(tmp_path / "saved"), copy.deepcopy(new), pickle.loads(pickle.dumps(new)), new):
+        found = [made(tiny.call(other, method=method)) for method in tiny.methods]
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    cast = [each.to(torch.bfloat16).to(torch.float32) for each in (new, tiny.open(tmp_path / "unused"))]
+    assert torch.equal(*(made(tiny.call(each)) for each in cast)), "a cast back and forth changes no more than a cast"
+    new.transformer.train()
+    assert all(weight.is_contiguous() for weight in new.transformer.parameters()), "again as training needs them"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("name", "method"), [("emoji", "sjd"), ("emoji-var", "plain"), ("emoji-video", "target")])
+def test_packaged_models_are_saved_after_a_call(name: str, method: str, tmp_path: Path) -> None:
+    def generate(pipe: Any) -> Any:
+        options = {"num_blocks": 2} if name == "emoji-video" else {}
+        stop = {"callback_on_step_end": lambda _, step, *others: {"stop": step == 20}, "output_type": "latent"}
+        return made(pipe("a red apple", accelerator=method, generator=seeded(3)[0], **stop, **options))
+
+    pipe = open_pipeline(name)
+    before = generate(pipe)
+    pipe.save_pretrained(tmp_path / "saved")
+    assert torch.equal(generate(open_pipeline(tmp_path / "saved")), before)
 
 
 def test_model_offload_generates_the_same(opened: tuple[Tiny, Any], new: Any) -> None:

@@ -94,6 +94,17 @@ def test_a_prompt_joins_the_row_of_a_longer_one(janus: Any, guidance: float) -> 
     for number, prompt in enumerate(prompts):
         alone = decode(model, janus.encode_condition([prompt])[0], torch.tensor([number]), "ar", Sampling(0.8))
         assert found[number].error is None and torch.equal(found[number].tokens, alone.tokens[0]), prompt
+    calls = [
+        janus(prompts, accelerator="scd:window=3", batch_size=size, guidance_scale=guidance, output_type="latent",
+              generator=[torch.Generator().manual_seed(number) for number in range(5)]).tokens
+        for size in (None, 2)
+    ]  # fmt: skip
+    assert torch.equal(*calls)
+    engine = Engine(model, "ar", batch_size=2)
+    for number, prompt in enumerate(PROMPTS[1:]):  # the longer one is second, and has no room
+        engine.submit(janus.encode_condition([prompt])[0], torch.tensor([number]))
+    found = {image.number: image for image in engine.run()}
+    assert found[0].error is None and isinstance(found[1].error, ValueError)
 
 
 # -- the preview of GLM-Image -----------------------------------------------------------------------------------------------

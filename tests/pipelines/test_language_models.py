@@ -193,47 +193,6 @@ def test_every_preset_runs_or_says_why_not(equipped: dict[str, Any], model: str,
         assert torch.equal(found.tokens, decode(adapter, condition, seeds, "ar").tokens)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
-def test_chains_and_trees_equal_sequential_passes(attention: str, guidance_scale: float) -> None:
-    """Random chains and trees, commits of other lengths in each row, and rollbacks, against one token per pass."""
-    model, processor = make_janus(side=5)
-    model.set_attn_implementation(attention)
-    pipe = vargen.accelerate(model, processor)
-    adapter, condition = pipe.decoding_model(guidance_scale), rows(pipe)
-    generator = torch.Generator().manual_seed(7)
-    state, _ = adapter.start(condition, 8)
-    history: list[list[int]] = [[], [], []]
-    trees = [Tree.make_chain(3), Tree.from_parents((-1, 0, 0, 1, 1, 2)), Tree.make_chain(0),
-             Tree.batched(torch.tensor([(-1, 0, 0, 1), (-1, 0, 1, 2), (-1, 0, 0, 0)]), 4, 3)]  # fmt: skip
-    for turn in range(8):
-        tree = trees[turn % len(trees)]
-        T = tree.parents.shape[-1]
-        fed = torch.randint(adapter.vocab, (3, T), generator=generator)
-        logits = adapter.forward(fed, state, tree).logits
-        ancestors = tree.ancestors.expand(3, T, T)
-        paths, counts = torch.zeros(3, tree.max_path, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
-        for row in range(3):
-            slot = int(torch.randint(T, (1,), generator=generator))
-            path = ancestors[row, slot].nonzero()[:, 0]
-            tokens = history[row] + fed[row, path].tolist()
-            assert torch.allclose(logits[row, slot], sequential(adapter, condition, row, tokens), atol=1e-4)
-            paths[row, : len(path)], counts[row], history[row] = path, len(path), tokens
-        adapter.commit(state, paths, counts, tree)
-        if turn == 4:
-            history = [tokens[: max(1, len(tokens) - 1)] for tokens in history]
-            adapter.rollback(state, torch.tensor([len(tokens) for tokens in history]))
-
-
-def sequential(adapter: TransformersTokenModel, condition: PromptRows, row: int, tokens: list[int]) -> torch.Tensor:
-    """Logits after some tokens of one row, fed one by one."""
-    state, _ = adapter.start(condition.select_rows([row]), 1)
-    for token in tokens:
-        logits = adapter.forward(torch.tensor([[token]]), state, Tree.make_chain(0)).logits
-        adapter.commit(state, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), Tree.make_chain(0))
-    return logits[0, 0]
-
-
 class SummedModel(TransformersTokenModel):
     """A model that is small enough to enumerate: its condition is the number of rows."""
 

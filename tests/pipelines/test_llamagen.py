@@ -101,6 +101,15 @@ def test_layerwise_casting_generates_the_same():
     assert not any(weight.is_inference() for weight in pipe.transformer.parameters()), "they can still be trained"
 
 
+def test_pixels_of_many_images_are_decoded_some_at_a_time(text_pipe, monkeypatch):
+    sizes, real = [], text_pipe.vqvae.decode
+    tokens = torch.randint(64, (5, 4, 4), generator=seeded(1)[0])
+    whole = text_pipe.decode_tokens(tokens, output_type="pt")
+    monkeypatch.setattr(text_pipe.vqvae, "decode", lambda part: sizes.append(len(part)) or real(part))
+    monkeypatch.setattr("vargen.pipelines.images._CELLS_AT_ONCE", 40)
+    assert torch.allclose(text_pipe.decode_tokens(tokens, output_type="pt"), whole, atol=1e-6) and sizes == [2, 2, 1]
+
+
 @pytest.fixture
 def spoilt() -> LlamaGenPipeline:
     return class_pipeline()

@@ -14,15 +14,12 @@ from threading import Thread
 import pytest
 import torch
 from rejects import rejects
-from tiny_models import class_pipeline, text_pipeline, tiny_transformer, tiny_vq
+from tiny_models import class_pipeline, text_pipeline
 
 from vargen import LlamaGenPipeline, device, open_pipeline
 from vargen.assets import packaged_model_path
-from vargen.decoding import PRESETS, list_methods, resolve_method
 from vargen.folders.tokenizers import load_tokenizer
 from vargen.pipelines import loading
-
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -174,34 +171,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_open_pipeline_finds_the_class_in_the_folder(folder: Path) -> None:
-    pipe = open_pipeline(folder, torch_dtype=torch.float64)
-    assert type(pipe) is LlamaGenPipeline and pipe.transformer.dtype == torch.float64
-    assert list(pipe.config.prompt_styles) == ["3d", "flat"] and pipe.default_sampling["top_k"] == 7
-
-
-def test_methods_say_why_not() -> None:
-    found = {method.name: method for method in class_pipeline().list_methods()}
-    assert list(found) == [preset.name for preset in list_methods("next-token")]
-    assert found["ar"].unsupported_reason is None and found["ar"].kind == "exact" and found["gsd"].kind == "relaxed"
-    assert "draft_transformer" in found["speculative"].unsupported_reason
-    parts = {"vqvae": tiny_vq(), "transformer": tiny_transformer("class")}
-    able = LlamaGenPipeline(**parts, draft_transformer=tiny_transformer("class", n_layer=1))
-    lacking = {
-        method.name: method.unsupported_reason for method in able.list_methods() if method.unsupported_reason is not None
-    }
-    trained = {name for name, reason in lacking.items() if "vargen train drafter" in reason}
-    assert trained == {"eagle", "eagle-gumbel", "eagle-2", "lantern", "medusa"}
-    few = {"layer-skip", "pac", "gumbel-tree", "mulo", "mulo-exact", "wavefront"}  # too few layers, or tokens, for these
-    assert lacking.keys() - trained <= few
-
-
-def test_methods_of_another_family_are_refused() -> None:
-    rejects(lambda: resolve_method("ar", "next-scale"), "next-scale")
-    rejects(lambda: resolve_method("sdj", "next-token"), "sdj")
-    assert resolve_method("sjd") is PRESETS["sjd"]
-
-
 def test_a_device_may_be_named_at_opening(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in ("cpu", torch.device("cpu"), "auto" if not torch.cuda.is_available() else "cpu"):
         pipe = open_pipeline(folder, device=place)
@@ -227,7 +196,6 @@ def test_an_unknown_argument_of_opening_is_named(folder: Path, name: str) -> Non
     rejects(lambda: LlamaGenPipeline.from_pretrained(folder, device="cpu"), "device", TypeError)
 
 
-EMOJI = packaged_model_path("emoji")
 SCRIPT = """
 import sys
 sys.modules["accelerate"] = None
@@ -249,6 +217,7 @@ def test_the_name_of_a_temporary_folder_chooses_no_class(tmp_path: Path, monkeyp
     assert tokenizer("a red apple").input_ids
 
 
+@pytest.mark.extended
 def test_a_process_loads_in_silence(tmp_path: Path) -> None:
     """Also without accelerate there is no notice of a package that is not needed."""
     text_pipeline().save_pretrained(tmp_path / "model")

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from rejects import rejects
-from tiny_families import MULO, TINY, Tiny, drafting_pipeline, made
+from tiny_families import TINY, Tiny, made
 from tiny_models import class_var_pipeline
 
-from vargen.models.heads.network import TokenUpsampler
 from vargen.models.quantization import quantize_network
 
 pytest.importorskip("accelerate")
@@ -22,22 +21,13 @@ from accelerate import cpu_offload, disk_offload
 CPU = torch.device("cpu")
 
 
-def with_upsampler() -> Any:
-    pipe = drafting_pipeline()
-    torch.manual_seed(3)
-    pipe.register_modules(upsampler=TokenUpsampler(64, low_grid=2, grid_size=4, dim=16, blocks=1).eval())
-    return pipe
-
-
 def shared_modulation() -> Any:
     """One modulation network for all blocks, whose offsets are parameters of the blocks; and scales with gains."""
     return class_var_pipeline(shared_aln=True, vq={"scale_gains": True})
 
 
-DRAFTS: dict[Any, dict[str, Any]] = {"gsd": {}, "speculative": {}, "eagle": {}, "medusa": {}, MULO: {}}
 FAMILIES = {
     **{name: tiny for name, tiny in TINY.items() if name != "next-token text"},  # whose parts the drafters have, too
-    "next-token drafters": Tiny("LlamaGenPipeline", lambda _: with_upsampler(), DRAFTS),
     "next-scale shared": Tiny("VARPipeline", lambda _: shared_modulation(), {"plain": {}}, **{
         "conditions": [1, 2, 3], "argument": "class_labels"}),
 }  # fmt: skip

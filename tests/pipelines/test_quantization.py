@@ -15,19 +15,14 @@ import pytest
 import torch
 from int8_passes import compiled_passes
 from rejects import rejects
-from tiny_models import class_pipeline, class_var_pipeline, text_pipeline, tiny_transformer
+from tiny_models import class_pipeline, class_var_pipeline, text_pipeline
 from torch import Tensor
 
 from vargen import LlamaGenPipeline, open_pipeline
-from vargen.decoding import Output, Sampling, Tree, resolve_method
 from vargen.kernels import dispatch
 from vargen.kernels.int8 import load as cpu_code
-from vargen.models.guidance import Condition
-from vargen.models.llamagen.decoding import LlamaGenTokenModel
 from vargen.models.quantization import linear_layers, quantize_network, quantize_weights_on_gpu, validate_quantization
 from vargen.pipelines.regeneration import describe_environment
-from vargen.verify.exact_sum import sum_pass
-from vargen.verify.exactness import DETECTED, TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -94,53 +89,6 @@ def test_methods_and_batches_generate_the_same_image(folder: Path, backend: str,
     for method, rows in (("gumbel:window=5", [0, 1, 2]), ("gumbel:window=2", [2, 0]), ("ar", [1, 2])):
         assert torch.equal(tokens(method, rows), expected[rows]), method
     assert torch.equal(tokens("gumbel:window=5", [0, 1, 2], 2), expected), "an image joins a running batch"
-
-
-class EnumerableModel(LlamaGenTokenModel):
-    """A quantized class-conditional transformer that is small enough to enumerate; its own passes give its distribution."""
-
-    @property
-    def tokens(self) -> int:
-        return self.transformer.tokens
-
-    def allocate(self, condition: Tensor, width: int, slots: int | None = None) -> Any:  # type: ignore[override]
-        return super().allocate(Condition(class_labels=condition), width, slots)
-
-    def prefill(self, condition: Tensor, state: Any, rows: Tensor | None = None) -> Output:  # type: ignore[override]
-        out = super().prefill(Condition(class_labels=condition), state, rows)
-        return Output(out.logits, out.features)
-
-    def joint(self, condition: int, to_probs: Callable[[Tensor], Tensor]) -> Tensor:
-        sequences = torch.cartesian_prod(*[torch.arange(self.vocab)] * self.tokens)
-        with torch.no_grad():
-            cache, out = self.start(torch.full((len(sequences),), condition), 1)
-            total = torch.ones(len(sequences), dtype=torch.float64)
-            for n in range(self.tokens):
-                total *= to_probs(out.logits)[:, 0].double().gather(1, sequences[:, n : n + 1])[:, 0]
-                out = self.forward(sequences[:, n : n + 1], cache, Tree.make_chain(0, self.device))
-                cache.commit_chain(1)
-        return total.view([self.vocab] * self.tokens)
-
-
-def enumerable_model(quantized: bool = True) -> EnumerableModel:
-    networks = [tiny_transformer("class", vocab_size=3, grid_size=2, dim=dim) for dim in (32, 16)]
-    for network in networks:
-        torch.nn.init.normal_(network.output.weight, std=0.2)
-        if quantized:
-            quantize_network(network)
-    target, draft = (EnumerableModel(network, 2.0) for network in networks)
-    target.draft_model = draft
-    return target
-
-
-@pytest.mark.parametrize("method", ["sjd:window=2", "speculative:length=2"])
-def test_exact_methods_sample_from_the_quantized_model(method: str) -> None:
-    model, chosen, sampling = enumerable_model(), resolve_method(method), Sampling(temperature=2.0)
-    found = sum_pass(chosen, model, (1,), sampling, passes=1 + method.startswith("sjd"))  # type: ignore[arg-type]
-    assert found.distance < TOLERANCE and found.outcomes > 9
-    target: Any = (enumerable_model(quantized=False), sampling)
-    wrong = sum_pass(chosen, model, (1,), sampling, target=target)  # type: ignore[arg-type]
-    assert wrong.distance > DETECTED, "the check must distinguish the quantized model from the model"
 
 
 def test_without_numba_or_vector_instructions_operators_serve(monkeypatch: pytest.MonkeyPatch) -> None:

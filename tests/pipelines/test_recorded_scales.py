@@ -4,10 +4,7 @@ All but int8 passes are of the packaged model `emoji-var` in float64, where no t
 token wins.
 
 Int8 passes of this family round as the machine does: between integer products, their norms, attention and modulation are in
-float32. A rounding of the last bit can move an 8-bit integer by one and then select another token; with another set of vector
-instructions, half of the tokens differ. So generated tokens are compared only on a machine whose operators round as those of
-the one that wrote the record, and the test skips elsewhere. What is certain is compared on any machine: the bits of the int8
-weights, and, with a tolerance, the probabilities of the recorded tokens, in compiled passes too.
+float32. What is certain is compared: the bits of the int8 weights, and, with a tolerance, the probabilities of recorded tokens.
 
 New weights, noise or sampling change the record on purpose: then run `python tests/pipelines/test_recorded_scales.py`.
 """
@@ -18,13 +15,11 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vargen import VARPipeline, open_pipeline
@@ -117,24 +112,6 @@ RESULTS: dict[str, Callable[[VARPipeline], Any]] = {
 # -- int8 -----------------------------------------------------------------------------------------------------------------
 
 
-def rounding_of_machine() -> str:
-    """A digest of what operators between integer products return on this machine."""
-    x = sample_values(64 * 96).view(64, 96)
-    parts = [F.layer_norm(x, (96,), eps=1e-6), F.gelu(x, approximate="tanh"), F.silu(x), F.normalize(x, dim=-1), x @ x.T]
-    q = x.view(1, 64, 6, 16).transpose(1, 2)
-    parts += [F.scaled_dot_product_attention(q, q, q, scale=1.0), q[:, :, :1] @ q.mT, F.linear(x[:3], x), x.softmax(-1)]
-    return hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in parts)).hexdigest()
-
-
-def sample_values(count: int) -> Tensor:
-    """float32 numbers from -2 to 2, exact on any machine."""
-    return (torch.arange(count, dtype=torch.int64) * 7919 % 4001 - 2000).float() / 1024
-
-
-def int8_tokens(pipe: VARPipeline) -> list[list[int]]:
-    return tokens_of(pipe, prompt=PROMPTS[:1], generator=seeded(SEEDS[0]))
-
-
 def digest_weights(pipe: VARPipeline) -> str:
     digest = hashlib.sha256()
     for network in (pipe.transformer, pipe.draft_transformer):
@@ -162,9 +139,8 @@ def log_probs(pipe: VARPipeline, tokens: list[list[int]]) -> list[float]:
 
 def int8_results() -> dict[str, Any]:
     pipe = open_int8()
-    tokens = int8_tokens(pipe)
+    tokens = tokens_of(pipe, prompt=PROMPTS[:1], generator=seeded(SEEDS[0]))
     return {
-        "rounding": rounding_of_machine(),
         "weights": digest_weights(pipe),
         "tokens": tokens,
         "log probs": log_probs(pipe, tokens),
@@ -194,12 +170,6 @@ def test_images_are_the_recorded_ones(pipe: VARPipeline, record: dict[str, Any],
     assert RESULTS[name](pipe) == record[name]
 
 
-def test_recorded_results_depend_on_what_they_are_to_show(record: dict[str, Any]) -> None:
-    images = [record[name] for name in (*PRESETS, "inpainting", "image to image")]
-    assert all(one != other for one, other in combinations(images, 2))
-    assert all(record["best candidate"]["chosen"]), "the first candidate would show no selection"
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_int8_probabilities_are_near_the_recorded_ones(
     quantized: VARPipeline, record: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
@@ -210,15 +180,6 @@ def test_int8_probabilities_are_near_the_recorded_ones(
     expected = record["int8"]
     assert digest_weights(quantized) == expected["weights"]
     assert log_probs(quantized, expected["tokens"]) == pytest.approx(expected["log probs"], abs=LOG_PROB_TOLERANCE)
-
-
-def test_int8_tokens_are_the_recorded_ones(
-    quantized: VARPipeline, record: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if rounding_of_machine() != record["int8"]["rounding"]:
-        pytest.skip("operators round otherwise on this machine than on the one that wrote the record")
-    monkeypatch.setenv("VARGEN_KERNELS", "reference")
-    assert int8_tokens(quantized) == record["int8"]["tokens"]
 
 
 if __name__ == "__main__":

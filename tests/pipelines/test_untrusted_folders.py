@@ -18,7 +18,7 @@ import pytest
 import torch
 from limited_process import open_and_sample, run_limited
 from safetensors.torch import load_file, save_file
-from tiny_language_models import make_chameleon, make_emu3, make_janus, needs_janus
+from tiny_language_models import has_release, make_chameleon, make_emu3, make_janus, needs_janus
 from tiny_models import t5_pipeline
 
 import vargen
@@ -96,27 +96,72 @@ AUTO_MAP = {"AutoModel": "modeling.Evil", "AutoProcessor": "processing.Evil", "A
 ATTENTION = {"_attn_implementation": "flash_attention_2", "_attn_implementation_internal": "flash_attention_3"}
 
 
-@needs_janus
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
+def edit_weights(file: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    weights = load_file(file)
+    edit(weights)
+    save_file(weights, file, {"format": "pt"})
+
+
+def drop_weight(file: str, name: str) -> Callable[[Path], Any]:
+    def edit(weights: dict[str, torch.Tensor]) -> None:
+        del weights[next(each for each in weights if name in each)]
+
+    return lambda folder: edit_weights(folder / file, edit)
+
+
+def in_part(part: str, **values: Any) -> Callable[[Path], Any]:
+    return lambda folder: change_part(folder / "config.json", part, **values)
+
+
+def in_file(file: str, **values: Any) -> Callable[[Path], Any]:
+    return lambda folder: change(folder / file, **values)
+
+
+# By model: attacks, and what the line that refuses them names besides the folder.
+REFUSED: dict[str, list[tuple[Callable[[Path], Any], str]]] = {
+    "janus": [
         (lambda folder: name_audio_tokenizer(folder, "processor_config.json", False), "audio_tokenizer"),
         (lambda folder: name_audio_tokenizer(folder, "processor_config.json", True), "audio_tokenizer"),
-        (lambda folder: change(folder / "config.json", auto_map=AUTO_MAP), "auto_map"),
-        (lambda folder: change(folder / "processor_config.json", auto_map=AUTO_MAP), "auto_map"),
-        (lambda folder: change(folder / "tokenizer_config.json", auto_map=AUTO_MAP), "auto_map"),
-        (lambda folder: change_part(folder / "config.json", "text_config", auto_map=AUTO_MAP), "auto_map"),
+        *((in_file(file, auto_map=AUTO_MAP), "auto_map")
+          for file in ("config.json", "processor_config.json", "tokenizer_config.json")),
         (lambda folder: (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}'), "adapter_config"),
-        (lambda folder: change(folder / "config.json", quantization_config={"quant_method": "torchao"}), "quantization_config"),
-        (lambda folder: change_part(folder / "config.json", "text_config", model_type="gemma3"), "text_config"),
-        (lambda folder: change_part(folder / "config.json", "text_config", hidden_act="../evil"), "hidden_act"),
+        (in_file("config.json", quantization_config={"quant_method": "torchao"}), "quantization_config"),
+        (in_part("text_config", auto_map=AUTO_MAP), "auto_map"),
+        (in_part("text_config", model_type="gemma3"), "text_config"),
+        (in_part("text_config", hidden_act="../evil"), "hidden_act"),
+        # Weights that are missing.
+        *((drop_weight("model.safetensors", name), name)
+          for name in ("layers.1.mlp.up_proj", "lm_head", "embed_tokens", "generation_head", "quantize.embedding")),
+        # Sizes, before a network is built.
+        (in_part("text_config", num_hidden_layers=1000), ""), (in_part("vision_config", depth=10**6), ""),
+        (in_part("text_config", rope_scaling={"rope_type": "yarn", "factor": [[[[1]]]]}), ""),
+        (in_part("text_config", rope_parameters={"rope_type": "default", "mrope_section": [2, 1, -2.5]}), ""),
+        (in_part("text_config", max_position_embeddings=True), ""), (in_part("vq_config", channel_multiplier=[1] * 10**5), ""),
+        (in_part("vq_config", channel_multiplier=[1] * 64, num_res_blocks=100), "channel_multiplier"),  # each alone is allowed
     ],
-    ids=range(10),
+    "t5": [
+        *((drop_weight("text_encoder/model.safetensors", name), name)
+          for name in ("block.1.layer.0.SelfAttention.q", "shared", "final_layer_norm")),
+        (in_file("text_encoder/config.json", feed_forward_proj="gated-evil"), "text_encoder/config.json"),
+        (in_file("text_encoder/config.json", quantization_config={"quant_method": "quanto"}), "text_encoder/config.json"),
+        (in_file("tokenizer/tokenizer_config.json", extra_ids=10**6), "tokenizer_config.json"),
+        (in_file("tokenizer/tokenizer_config.json", added_tokens_decoder={"4000000000": {"content": "x"}}), "tokenizer_config"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "number"), [(model, number) for model, rows in REFUSED.items() for number in range(len(rows))]
 )
-def test_what_asks_for_code_or_another_model_is_refused(janus: Any, tmp_path: Path, how: Any, said: str) -> None:
-    kind, message = attack(janus, tmp_path / "model", how)
-    assert kind == "ValueError" and str(tmp_path / "model") in message and "\n" not in message, message
-    assert said in message, message
+def test_an_attack_is_refused_in_a_line_that_names_it(
+    model: str, number: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if not has_release(model):
+        pytest.skip("needs a newer transformers")
+    how, said = REFUSED[model][number]
+    kind, message = attack(request.getfixturevalue(model), tmp_path / "model", how)
+    assert kind == "ValueError" and str(tmp_path / "model") in message and said in message, (kind, message)
+    assert "\n" not in message and len(message) < 600
 
 
 @needs_janus
@@ -149,31 +194,6 @@ def test_the_attention_of_a_folder_is_ours_to_choose(janus: Any, tmp_path: Path)
 
 
 # -- weights ------------------------------------------------------------------------------------------------------------------
-
-
-def edit_weights(file: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    weights = load_file(file)
-    edit(weights)
-    save_file(weights, file, {"format": "pt"})
-
-
-def drop(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
-    return lambda weights: weights.pop(next(each for each in weights if name in each))
-
-
-@needs_janus
-@pytest.mark.parametrize("name", ["layers.1.mlp.up_proj", "lm_head", "embed_tokens", "generation_head", "quantize.embedding"])
-def test_missing_weights_of_a_language_model_are_named(janus: Any, tmp_path: Path, name: str) -> None:
-    how = lambda folder: edit_weights(folder / "model.safetensors", drop(name))  # noqa: E731
-    kind, message = attack(janus, tmp_path / "model", how)
-    assert kind == "ValueError" and name in message
-
-
-@pytest.mark.parametrize("name", ["block.1.layer.0.SelfAttention.q", "shared", "final_layer_norm"])
-def test_missing_weights_of_a_text_encoder_are_named(t5: Any, tmp_path: Path, name: str) -> None:
-    how = lambda folder: edit_weights(folder / "text_encoder" / "model.safetensors", drop(name))  # noqa: E731
-    kind, message = attack(t5, tmp_path / "model", how)
-    assert kind == "ValueError" and name in message and "text_encoder" in message
 
 
 @needs_janus
@@ -303,42 +323,6 @@ def test_pipes_devices_and_files_elsewhere_are_not_read(janus: Any, tmp_path: Pa
         assert message == janus[1]
     else:
         assert kind == "ValueError" and str(tmp_path / "model") in message and len(message) < 600, (kind, message)
-
-
-# -- sizes ------------------------------------------------------------------------------------------------------------------
-
-
-@needs_janus
-@pytest.mark.parametrize(
-    ("part", "values"),
-    [
-        ("text_config", {"num_hidden_layers": 1000}),
-        ("text_config", {"rope_scaling": {"rope_type": "yarn", "factor": [[[[1]]]]}}),
-        ("vision_config", {"depth": 10**6}),
-        ("vq_config", {"channel_multiplier": [1] * 10**5}),
-        ("vq_config", {"channel_multiplier": [1] * 64, "num_res_blocks": 100}),  # each is allowed, the product is not
-        ("text_config", {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, -2.5]}}),
-        ("text_config", {"max_position_embeddings": True}),
-    ],
-)
-def test_sizes_are_bounded_before_a_network_is_built(janus: Any, tmp_path: Path, part: str, values: Any) -> None:
-    kind, message = attack(janus, tmp_path / "model", lambda folder: change_part(folder / "config.json", part, **values))
-    assert kind == "ValueError" and str(tmp_path / "model") in message and "\n" not in message, (kind, message)
-    assert "num_res_blocks" not in values or "channel_multiplier" in message
-
-
-@pytest.mark.parametrize(
-    ("file", "values"),
-    [
-        ("text_encoder/config.json", {"feed_forward_proj": "gated-evil"}),
-        ("text_encoder/config.json", {"quantization_config": {"quant_method": "quanto"}}),
-        ("tokenizer/tokenizer_config.json", {"extra_ids": 10**6}),
-        ("tokenizer/tokenizer_config.json", {"added_tokens_decoder": {"4000000000": {"content": "x"}}}),
-    ],
-)
-def test_values_of_a_text_encoder_are_bounded_and_named(t5: Any, tmp_path: Path, file: str, values: Any) -> None:
-    kind, message = attack(t5, tmp_path / "model", lambda folder: change(folder / file, **values))
-    assert kind == "ValueError" and file in message and "\n" not in message and len(message) < 600, (kind, message)
 
 
 @needs_janus

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from tiny_families import THERE_AND_BACK, seeded
-from tiny_models import class_var_pipeline, text_var_pipeline
+from tiny_models import text_var_pipeline
 
 from vargen import VARPipeline
 
@@ -31,21 +31,6 @@ def half(size: int = 8) -> Image.Image:
     mask = Image.new("L", (size, size))
     mask.paste(255, (size // 2, 0, size, size))
     return mask
-
-
-# -- a call ---------------------------------------------------------------------------------------------------------------
-
-
-def test_methods_and_what_they_lack(scale_pipe: VARPipeline) -> None:
-    reasons = {method.name: method.unsupported_reason for method in scale_pipe.list_methods()}
-    assert reasons == dict.fromkeys(["plain", "code", "economy"])
-    alone = class_var_pipeline(draft=False)
-    reasons = {method.name: method.unsupported_reason for method in alone.list_methods()}
-    assert reasons["plain"] is None and "draft_transformer" in str(reasons["code"])
-    with pytest.raises(ValueError, match="needs a smaller model"):
-        alone(class_labels=3, accelerator="code")
-    with pytest.raises(ValueError, match="is for next-token models"):
-        alone(class_labels=3, accelerator="gumbel")
 
 
 # -- while it draws ---------------------------------------------------------------------------------------------------------

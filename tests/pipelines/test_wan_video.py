@@ -12,7 +12,7 @@ from PIL import Image
 from rejects import rejects
 from tiny_families import brightness, seeded
 from tiny_video import randomised
-from tiny_wan import SIZE, TARGET, TEXT, VAE_22, official_files, save_self_forcing, save_wan, text_state, transformer_state
+from tiny_wan import SIZE, TARGET, VAE_22, official_files, save_self_forcing, save_wan, transformer_state
 
 from vargen import open_pipeline
 from vargen.convert.causal_video import convert_causal_video
@@ -74,30 +74,6 @@ def test_a_folder_says_what_it_is(folder: Path, pipe: Any) -> None:
 def test_prompts_are_cleaned_as_for_wan(pipe: Any) -> None:
     embeds = [pipe.encode_prompt(text)[0] for text in ("a cat &amp;amp; a dog", "  a  cat &\na dog ")]
     assert torch.equal(*embeds) and pipe.normalize_prompt("a\u00a0cat &lt;3").text == "a cat <3"
-
-
-def test_text_features_are_those_of_the_original_encoder(pipe: Any) -> None:
-    """Against a port of the encoder for one prompt: unscaled attention with position biases of each layer."""
-    embeds, mask = pipe.encode_prompt("a cat")
-    ids = pipe.tokenizer("a cat", return_tensors="pt").input_ids[0]
-    state, heads = text_state(), TEXT["num_heads"]
-
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * state[f"{name}.weight"]
-
-    distance = torch.arange(len(ids))[None] - torch.arange(len(ids))[:, None]  # from a query to a key; below 8: own buckets
-    buckets = distance.abs() + 16 * (distance > 0)
-    x = state["token_embedding.weight"][ids]
-    for n in range(TEXT["num_layers"]):
-        block, y = f"blocks.{n}", norm(x, f"blocks.{n}.norm1")
-        q, k, v = ((y @ state[f"{block}.attn.{each}.weight"].T).unflatten(1, (heads, -1)).transpose(0, 1) for each in "qkv")
-        bias = state[f"{block}.pos_embedding.embedding.weight"][buckets].movedim(-1, 0)
-        attended = ((q @ k.mT + bias).softmax(-1) @ v).transpose(0, 1).flatten(1)
-        x = x + attended @ state[f"{block}.attn.o.weight"].T
-        y = norm(x, f"{block}.norm2")
-        gate = torch.nn.functional.gelu(y @ state[f"{block}.ffn.gate.0.weight"].T, approximate="tanh")
-        x = x + ((y @ state[f"{block}.ffn.fc1.weight"].T) * gate) @ state[f"{block}.ffn.fc2.weight"].T
-    torch.testing.assert_close(embeds[mask], norm(x, "norm"), atol=1e-4, rtol=1e-4)
 
 
 def test_an_image_is_the_first_frame_where_the_checkpoint_allows(pipe: Any, framewise: Any) -> None:

@@ -140,5 +140,11 @@ def bind_rule(rule: RelaxedRule, vocab: int) -> RelaxedRule:
     return rule.bind(model)
 
 
-def total_variation(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a - b).abs().sum(1) / 2
+def random_probs(count: int, vocab: int, zeros: bool) -> torch.Tensor:
+    """float64 `[count, 2, vocab]`, with zeros as filters leave them or without."""
+    generator = torch.Generator().manual_seed(count + vocab)
+    probs = torch.rand(count, 2, vocab, generator=generator, dtype=torch.float64) ** 3
+    if zeros:
+        probs[:, :, ::3] *= torch.rand(count, 2, 1, generator=generator, dtype=torch.float64) > 0.5
+        probs[:, :, 1] += 1e-3
+    return probs / probs.sum(-1, keepdim=True)

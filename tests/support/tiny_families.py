@@ -15,7 +15,7 @@ from tiny_video_folder import video_folder
 
 from vargen import open_pipeline
 from vargen.decoding import Accelerator, Jacobi, PooledRule, ScaleSchedule, Stage
-from vargen.models.heads.network import EagleDrafter, MedusaDrafter
+from vargen.models.heads.network import EagleDrafter, MedusaDrafter, TokenUpsampler
 
 MULO = Accelerator("mulo", Jacobi(8, "from-verdict", "low-res"), PooledRule(4, 0.2, 1))  # of a grid as small as this
 THERE_AND_BACK = ScaleSchedule("there and back", (Stage(until=1), Stage(until=3, model="draft"), Stage()))
@@ -37,6 +37,7 @@ def drafting_pipeline() -> Any:
         low_res=tiny_transformer("text", grid_size=2, n_layer=1),
         eagle=EagleDrafter(dim=32, n_head=2, vocab_size=64, grid_size=4, multiple_of=32).eval(),
         medusa=MedusaDrafter(dim=32, vocab_size=64, grid_size=4, blocks=1).eval(),
+        upsampler=TokenUpsampler(64, low_grid=2, grid_size=4, dim=16, blocks=1).eval(),
     )
     return pipe
 
@@ -100,12 +101,14 @@ def seeds_of(result: Any) -> list[int]:
 
 CLASSES: dict[str, Any] = {"conditions": [1, 2, 3], "argument": "class_labels"}
 TOKENS: dict[Any, dict[str, Any]] = {"ar": {}, "gumbel": {}}
+DRAFTS: dict[Any, dict[str, Any]] = {"ar": {}, "sjd": {}, "speculative": {}, "eagle": {}, "medusa": {}, MULO: {}}
 SCALES: dict[Any, dict[str, Any]] = {"plain": {}, "code": {}, "economy": {}, THERE_AND_BACK: {}}
 VIDEO: dict[Any, dict[str, Any]] = {"target": {}, "sdvg": {"scorer": brightness, "tau": 0.5}, "stride": {}}
 
 TINY = {
     "next-token class": Tiny("LlamaGenPipeline", lambda _: class_pipeline(), TOKENS, **CLASSES),
     "next-token text": Tiny("LlamaGenPipeline", lambda _: text_pipeline(), TOKENS),
+    "next-token drafters": Tiny("LlamaGenPipeline", lambda _: drafting_pipeline(), DRAFTS),
     "next-scale class": Tiny("VARPipeline", lambda _: class_var_pipeline(), SCALES, **CLASSES),
     "next-scale text": Tiny("VARPipeline", lambda _: text_var_pipeline(), SCALES),
     "video": Tiny("CausalVideoPipeline", lambda f: open_pipeline(video_folder(f)), VIDEO, options={"num_blocks": 2}),

@@ -10,7 +10,6 @@ import torch
 from tiny_video import randomised
 
 from vargen.models.causal_video.network import CausalVideoTransformer
-from vargen.weight_files import rename
 
 from diffusers import AutoencoderKLWan  # isort: skip  (after the torchvision guard)
 
@@ -32,20 +31,6 @@ def transformer_state(seed: int = 0, draft: bool = False, **changes: Any) -> Sta
     return dict(randomised(CausalVideoTransformer(**{**(DRAFT if draft else TARGET), **changes}), seed).state_dict())
 
 
-@cache
-def text_state() -> State:
-    generator = torch.Generator().manual_seed(4)
-    width, inner, hidden = TEXT["d_model"], TEXT["d_kv"] * TEXT["num_heads"], TEXT["d_ff"]
-    shapes = {"token_embedding.weight": (TEXT["vocab_size"], width), "norm.weight": (width,)}
-    for n in range(TEXT["num_layers"]):
-        shapes |= {f"blocks.{n}.norm{i}.weight": (width,) for i in (1, 2)}
-        shapes |= {f"blocks.{n}.attn.{name}.weight": (inner, width) for name in "qkv"}
-        shapes |= {f"blocks.{n}.ffn.{name}.weight": (hidden, width) for name in ("gate.0", "fc1")}
-        shapes |= {f"blocks.{n}.attn.o.weight": (width, inner), f"blocks.{n}.ffn.fc2.weight": (width, hidden)}
-        shapes |= {f"blocks.{n}.pos_embedding.embedding.weight": (32, TEXT["num_heads"])}
-    return {name: torch.randn(shape, generator=generator) * 0.5 for name, shape in shapes.items()}
-
-
 def save_tokenizer(folder: Path) -> None:
     """A tokenizer of T5's kind, whose tokens are letters and a few words."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -58,27 +43,13 @@ def save_tokenizer(folder: Path) -> None:
     T5TokenizerFast(tokenizer_object=words, extra_ids=0).save_pretrained(folder)
 
 
-def text_encoder() -> Any:
-    """The encoder with the weights of `text_state`, whose names are those of the original files."""
-    from transformers import UMT5Config, UMT5EncoderModel
-
-    names = {
-        r"^token_embedding\.": "shared.", r"^blocks\.": "encoder.block.", r"^norm\.": "encoder.final_layer_norm.",
-        r"\.norm1\.": ".layer.0.layer_norm.", r"\.attn\.(q|k|v|o)\.": r".layer.0.SelfAttention.\1.",
-        r"\.pos_embedding\.embedding\.": ".layer.0.SelfAttention.relative_attention_bias.",
-        r"\.norm2\.": ".layer.1.layer_norm.", r"\.ffn\.gate\.0\.": ".layer.1.DenseReluDense.wi_0.",
-        r"\.ffn\.fc1\.": ".layer.1.DenseReluDense.wi_1.", r"\.ffn\.fc2\.": ".layer.1.DenseReluDense.wo.",
-    }  # fmt: skip
-    state = {rename(name, names.items()): value for name, value in text_state().items()}
-    encoder = UMT5EncoderModel(UMT5Config(**TEXT, feed_forward_proj="gated-gelu"))
-    encoder.load_state_dict({**state, "encoder.embed_tokens.weight": state["shared.weight"]})
-    return encoder
-
-
 def save_wan(folder: Path, **vae: Any) -> Path:
     """The parts of Wan2.1, or of another autoencoder, in diffusers' format."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    encoder = UMT5EncoderModel(UMT5Config(**TEXT, feed_forward_proj="gated-gelu"))
     randomised(AutoencoderKLWan(**(vae or VAE)), 3, 0.2).save_pretrained(folder / "vae")
-    text_encoder().save_pretrained(folder / "text_encoder")
+    randomised(encoder, 4, 0.5).save_pretrained(folder / "text_encoder")
     save_tokenizer(folder / "tokenizer")
     return folder
 

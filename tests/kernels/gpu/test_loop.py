@@ -114,7 +114,8 @@ BY_TORCH = ("lantern", "eagle-2", "wavefront", "pac", "tree, siblings")
 @pytest.mark.parametrize(
     ("name", "captured"),
     [
-        *((name, True) for name in (*METHODS, *PRESETS)),
+        *((name, True) for name in (*METHODS, "lantern")),
+        *(pytest.param(name, True, marks=pytest.mark.extended) for name in PRESETS if name != "lantern"),
         *(pytest.param(name, False, marks=pytest.mark.slow) for name in METHODS),  # first passes of others are eager, too
     ],
 )

@@ -134,25 +134,6 @@ def test_filters_are_not_read_if_no_image_has_any() -> None:
     assert torch.equal(found[0], filtered(logits[0].cpu())) and torch.equal(found[1], filtered(logits[1].cpu(), 0.5))
 
 
-@pytest.mark.parametrize("compiling", [False, True], ids=["options of the host", "options of the device"])
-def test_slots_are_sampled_by_the_kernel(compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As each image alone, on both paths: on a CPU by groups of equal options, elsewhere in one launch."""
-    monkeypatch.setenv("VARGEN_KERNELS", "triton")
-    images, V = [MIXED[0], MIXED[4], MIXED[5], MIXED[0]], 200
-    logits, slots = generated_logits(len(images), 1, V).to(DEVICE), SlotSampling(len(images), V, torch.device(DEVICE))
-    for number, sampling in enumerate(images):
-        slots.set([number], sampling)
-    if compiling:
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with torch.no_grad():
-        found = slots.probs(logits)
-        at_one = slots.probs_at_one(logits)
-        for row, sampling in enumerate(images):
-            assert torch.equal(found[row], to_probs(logits[row], sampling))
-            assert torch.equal(at_one[row], to_probs(logits[row], replace(sampling, temperature=1.0)))
-    assert slots.is_greedy.tolist() == [sampling.is_greedy for sampling in images]
-
-
 def test_the_first_of_equal_ones_is_generated() -> None:
     """Of a row that is read in several pieces."""
     noise = torch.tensor([1], device=DEVICE), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
