@@ -20,9 +20,9 @@ from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.llamagen import LLAMAGEN, LlamaGenPipeline
 from vargen.pipelines.loading import read_model_folder
-from vargen.training.config import Schedule
 from vargen.training.dataset import CaptionedImages, load_captioned_images
-from vargen.training.generator import GeneratorConfig, train_generator
+from vargen.training.loop import Schedule
+from vargen.training.low_resolution import GeneratorConfig, train_generator
 
 
 def train_llamagen(

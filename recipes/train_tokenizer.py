@@ -23,9 +23,8 @@ from torch import Tensor
 
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.tokenizers.vq import VQModel
-from vargen.training.config import Schedule, at_least
 from vargen.training.dataset import CaptionedImages, load_captioned_images, take_evenly, to_pixels
-from vargen.training.run import Trainer, export, fit
+from vargen.training.loop import Schedule, Trainer, at_least, export, fit
 
 _RECENT = 16  # batches of latents that the codebook is fitted to
 _EVALUATED = 128  # validation images

@@ -33,9 +33,8 @@ from vargen.models.var.network import VARTransformer
 from vargen.pipelines.llamagen import LLAMAGEN
 from vargen.pipelines.loading import read_model_folder
 from vargen.pipelines.var import VARPipeline
-from vargen.training.config import Schedule, at_least, validate_fractions
 from vargen.training.dataset import CaptionBank, CaptionedImages, load_captioned_images, take_evenly, to_pixels
-from vargen.training.run import Trainer, export, fit
+from vargen.training.loop import Schedule, Trainer, at_least, export, fit, validate_fractions
 from vargen.weight_files import weights_digest
 
 _AT_ONCE = 16  # images that are encoded at once

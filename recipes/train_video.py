@@ -35,9 +35,8 @@ from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.pipelines.causal_video import CausalVideoPipeline
 from vargen.pipelines.llamagen import LLAMAGEN
 from vargen.pipelines.loading import read_model_folder
-from vargen.training.config import Schedule, at_least, validate_fractions
 from vargen.training.dataset import CaptionBank
-from vargen.training.run import Trainer, export, fit
+from vargen.training.loop import Schedule, Trainer, at_least, export, fit, validate_fractions
 from vargen.weight_files import weights_digest
 
 _AT_ONCE = 8  # clips that are encoded at once

@@ -38,7 +38,7 @@ from vargen.eval.video import DRAFTS
 from vargen.kernels.noise_bits import sample_normal
 from vargen.models.causal_video.decoding import CausalVideoBlockModel
 from vargen.models.guidance import Guidance
-from vargen.training.routing_tree import build_routing_tree
+from vargen.training.router import build_routing_tree
 
 FREE = VideoMethod(policy=Threshold(), target_blocks=())
 

@@ -23,9 +23,9 @@ from vargen.kernels import dispatch
 from vargen.models.heads.network import MedusaDrafter
 from vargen.pipelines.language_model import LanguageModelPipeline
 from vargen.pipelines.loading import inspect_model, open_pipeline
-from vargen.training.config import Schedule
 from vargen.training.generated_images import Prompts
 from vargen.training.heads import HeadConfig, train_head
+from vargen.training.loop import Schedule
 
 pytestmark = needs_janus
 needs_accelerate = pytest.mark.skipif(installed_version("accelerate") is None, reason="accelerate is not installed")

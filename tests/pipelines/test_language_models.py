@@ -19,7 +19,7 @@ from vargen.models.transformers import supported
 from vargen.models.transformers.base import PromptRows
 from vargen.models.transformers.decoding import TransformersTokenModel
 from vargen.models.transformers.supported import Emu3, Janus, PreviewDrafter, describe_language_model
-from vargen.training.teachers import make_teacher
+from vargen.training.generated_images import make_teacher
 from vargen.verify.exact_sum import sum_pass
 
 pytestmark = needs_janus

@@ -19,8 +19,8 @@ from tiny_training import check_resumes, data
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.loading import open_pipeline
-from vargen.training.config import Schedule
-from vargen.training.generator import GeneratorConfig
+from vargen.training.loop import Schedule
+from vargen.training.low_resolution import GeneratorConfig
 
 CPU = torch.device("cpu")
 ENCODER = tiny_encoder()

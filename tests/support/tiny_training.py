@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vargen.training.dataset import CaptionedImages
-from vargen.training.run import Trainer, TrainingRun
+from vargen.training.loop import Trainer, TrainingRun
 
 
 def data(count: int = 24, size: int = 16) -> CaptionedImages:

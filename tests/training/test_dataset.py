@@ -11,11 +11,10 @@ import torch
 from rejects import rejects
 from tiny_models import tiny_encoder
 
-from vargen.training.config import CONFIGS, Schedule, load_config
 from vargen.training.dataset import CaptionBank, CaptionedImages, load_captioned_images
-from vargen.training.generator import GeneratorConfig
 from vargen.training.heads import HeadConfig
-from vargen.training.upsampler import UpsamplerConfig
+from vargen.training.loop import CONFIGS, Schedule, load_config
+from vargen.training.low_resolution import GeneratorConfig, UpsamplerConfig
 
 
 def write(folder: Path, *lines: object, size: int = 4) -> Path:

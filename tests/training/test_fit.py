@@ -8,8 +8,7 @@ import torch
 from rejects import rejects
 from tiny_training import Killed
 
-from vargen.training.config import Schedule
-from vargen.training.run import Trainer, export, fit
+from vargen.training.loop import Schedule, Trainer, export, fit
 
 STEPS = 11
 

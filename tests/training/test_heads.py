@@ -25,9 +25,9 @@ from vargen.models.heads.network import EagleDrafter, MedusaDrafter
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.training import generated_images as drafter_data
 from vargen.training import heads as drafter
-from vargen.training.config import Schedule, load_config
 from vargen.training.generated_images import GeneratedImages, select_prompt_source
 from vargen.training.heads import HeadConfig
+from vargen.training.loop import Schedule, load_config
 
 NETWORKS = {"eagle": EagleDrafter, "medusa": MedusaDrafter}
 

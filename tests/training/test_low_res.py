@@ -11,10 +11,18 @@ from tiny_models import tiny_encoder, tiny_vq
 from tiny_training import check_resumes, data
 
 from vargen.models.tokenizers.vq import VQModel
-from vargen.training.config import Schedule
-from vargen.training.generator import GeneratorConfig, corrupt_tokens, train_generator
-from vargen.training.image_tokens import downscale, encode_images, hash_tokens, load_or_encode
-from vargen.training.upsampler import UpsamplerConfig, train_upsampler
+from vargen.training.loop import Schedule
+from vargen.training.low_resolution import (
+    GeneratorConfig,
+    UpsamplerConfig,
+    corrupt_tokens,
+    downscale,
+    encode_images,
+    hash_tokens,
+    load_or_encode,
+    train_generator,
+    train_upsampler,
+)
 
 CPU = torch.device("cpu")
 ENCODER = tiny_encoder()

@@ -17,8 +17,7 @@ from vargen.models.causal_video.decoding import BlockRouter, describe_draft
 from vargen.pipelines.loading import open_pipeline
 from vargen.scoring.frames import FrameScorer
 from vargen.training import router as training
-from vargen.training.router import RouterConfig, RouterPairs, fit_router, train_router
-from vargen.training.routing_tree import later_gains
+from vargen.training.router import RouterConfig, RouterPairs, fit_router, later_gains, train_router
 
 PROMPTS = ["a red apple", "a blue car", "a happy dog"]
 CONFIG = RouterConfig(blocks=3, every=1)

@@ -78,7 +78,7 @@ class Comparison:
 
 def compare_methods(
     pipe: VisualPipeline,
-    prompts: Sequence[str] | Sequence[int],
+    prompts: Sequence[str | int],
     methods: dict[str, Method],
     batch: int = 1,
     seed: int = 0,
@@ -96,12 +96,12 @@ def compare_methods(
     if pipe.baseline not in methods:
         raise ValueError(f"methods must include {pipe.baseline!r}, the baseline of every ratio, got {', '.join(methods)}")
     batch, is_class = validate_batch_size(batch), pipe.is_class_conditional
-    prompts = list(prompts) if is_class else validate_prompts(prompts)
-    seed = validate_seed(seed, -(-len(prompts) // batch) * batch)
+    subjects: list[Any] = list(prompts) if is_class else validate_prompts(prompts)
+    seed = validate_seed(seed, -(-len(subjects) // batch) * batch)
     chosen = {**pipe.default_sampling, **(settings or {})}
     decoder = open_decoder(pipe, chosen)
-    filled = [prompts[i % len(prompts)] for i in range(-(-len(prompts) // batch) * batch)]
-    condition, _ = pipe.encode_condition(**{"class_labels" if is_class else "prompt": filled})
+    filled = [subjects[i % len(subjects)] for i in range(-(-len(subjects) // batch) * batch)]
+    condition, _ = pipe.encode_condition(class_labels=filled) if is_class else pipe.encode_condition(filled)
     seeds = list(range(seed, seed + len(filled)))
     noise_seeds = resolve_seeds([torch.Generator().manual_seed(each) for each in seeds], len(seeds)).noise_seeds
     groups = [slice(start, start + batch) for start in range(0, len(filled), batch)]

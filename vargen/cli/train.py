@@ -61,12 +61,11 @@ def train_drafter(
     import_libraries()
     set_threads(threads)
     from vargen.pipelines.llamagen import LlamaGenPipeline
-    from vargen.training.config import load_config
     from vargen.training.dataset import load_captioned_images
     from vargen.training.generated_images import select_prompt_source
-    from vargen.training.generator import GeneratorConfig, train_generator
     from vargen.training.heads import HeadConfig, load_target, train_head
-    from vargen.training.upsampler import UpsamplerConfig, train_upsampler
+    from vargen.training.loop import load_config
+    from vargen.training.low_resolution import GeneratorConfig, UpsamplerConfig, train_generator, train_upsampler
 
     place, heads = select_device(device), [*LlamaGenPipeline.family.drafters]
     if kind not in (kinds := ["low-res", "upsampler", *heads]):

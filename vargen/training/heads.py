@@ -28,10 +28,8 @@ from vargen.pipelines.families import Component
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.loading import default_dtype, find_pipeline_class, open_pipeline
 from vargen.pipelines.model_names import locate_folder
-from vargen.training.config import Schedule, at_least, validate_fractions
-from vargen.training.generated_images import GeneratedImages, PromptSource
-from vargen.training.run import Trainer, export, fit
-from vargen.training.teachers import make_teacher
+from vargen.training.generated_images import GeneratedImages, PromptSource, make_teacher
+from vargen.training.loop import Schedule, Trainer, at_least, export, fit, validate_fractions
 from vargen.weight_files import weights_digest
 
 _SLOTS = 1024  # positions per chunk of logits: a whole batch would exceed a CPU's cache, and some memories
