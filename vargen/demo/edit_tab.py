@@ -61,7 +61,7 @@ def build_edit_tab(pipe: VisualPipeline, shared: Shared) -> tuple[Mode, list[Own
                 paint = gr.Button("Paint on it", elem_id="paint")
                 save = gr.DownloadButton("Save image", elem_id="edit-save")
         with gr.Column(scale=5, min_width=280):
-            gr.Markdown("Only what you paint over is generated again.")
+            gr.Markdown("Type, and the image follows. Of an image that you paint on, only the painted part is generated again.")
             editor = gr.ImageEditor(
                 type="pil", show_label=False, sources=("upload", "clipboard"), height=_HEIGHT,
                 transforms=(), layers=False, canvas_size=(CANVAS, CANVAS), format="png", elem_id="editor", buttons=[],

@@ -21,7 +21,6 @@ from vargen.values import short_repr
 
 logger = logging.getLogger("vargen")
 
-_SEVERAL = 4
 _PAST = 24  # images of a visit that are kept
 
 
@@ -32,7 +31,7 @@ def describe(progress: Progress, baseline: int) -> str:
     return f"{progress.passes} step{plural}{instead}, {progress.seconds:.2f} s"
 
 
-def build_image_tab(pipe: VisualPipeline, shared: Shared, scorer: Scorer | None, opening: str) -> Mode:
+def build_image_tab(pipe: VisualPipeline, shared: Shared, count: gr.Radio, scorer: Scorer | None, opening: str) -> Mode:
     """Lay out the mode. `opening`: HTML that is shown until the first image."""
     note = gr.Markdown("Type a prompt and press Enter.", elem_id="note")
     first = gr.HTML(opening, visible=bool(opening), elem_id="opening", js_on_load=SCRIPT.read_text("utf-8") if opening else "")
@@ -47,16 +46,11 @@ def build_image_tab(pipe: VisualPipeline, shared: Shared, scorer: Scorer | None,
                 save = gr.DownloadButton("Save image", elem_id="save")
                 copy = gr.Button("Copy link to share", elem_id="copy")
         with gr.Column(scale=4, min_width=280):
+            method = build_methods(pipe, "method", pipe.default_method)
             strip = gr.Gallery(
                 label="Images of this visit", columns=4, height="auto", object_fit="contain", format="png",
                 interactive=False, allow_preview=False, elem_id="visit", buttons=[],
             )  # fmt: skip
-    with gr.Row(elem_id="options"):
-        count = gr.Radio(
-            [("One image", 1), ("Four", _SEVERAL)], value=1, show_label=False, container=False,
-            elem_id="count", elem_classes="chips",
-        )  # fmt: skip
-        method = build_methods(pipe, "method", pipe.default_method, show_label=False, container=False)
     with gr.Accordion("Generate a saved image again, and compare it", open=False, elem_id="again"):
         dropped = gr.File(label="A PNG that vargen wrote", file_types=[".png"], type="filepath", height=120, elem_id="drop")
         verdict = gr.Markdown(elem_id="verdict")

@@ -30,8 +30,8 @@ class KnownPrompts:
             return ""
         kind = "classes" if self._pipe.is_class_conditional else "emoji by their names"
         short = [name for name in self.names if name.isalpha()] or self.names
-        examples = ", ".join(short[len(short) // 6 :: len(short) // 4 or 1][:3])
-        return f"It knows {len(self.names):,} {kind}: {examples} …"
+        examples = short[len(short) // 6 :: len(short) // 4 or 1][:3]
+        return f"It knows {len(self.names):,} {kind}, such as {' and '.join(examples[-2:])}."
 
     def unread(self, prompt: str) -> str:
         """Return sentences about what the text encoder does not read of a prompt; empty if it reads all."""

@@ -90,7 +90,7 @@ def build_page(models: Models, concurrency: int = 1) -> gr.Blocks:
         about = f"Fast image and video generation. Model: **{html.escape(models.name)}**.\n\n{known.describe()}"
         gr.Markdown(f"# vargen\n{about}", elem_id="head")
         session = Session(gr.State("image" if models.image else "video"), gr.State(False), gr.State(0))
-        prompt, buttons, style = _build_top(main, known)
+        prompt, buttons, style, count = _build_top(main, known)
         _build_suggestions(known, prompt, session)
         with gr.Accordion("Seed and sampling", open=False, elem_id="advanced"):
             shared, keep = build_shared(main, prompt, style)
@@ -98,7 +98,7 @@ def build_page(models: Models, concurrency: int = 1) -> gr.Blocks:
             if models.image is not None:
                 with gr.Tab("Image", id="image") as tabs["image"]:
                     race = opening.render_race() if models.has_examples else ""
-                    modes["image"] = build_image_tab(models.image, shared, models.scorer, race)
+                    modes["image"] = build_image_tab(models.image, shared, count, models.scorer, race)
             if models.edit is not None:
                 with gr.Tab("Edit", id="edit") as tabs["edit"]:
                     modes["edit"], own = build_edit_tab(models.edit, shared)
@@ -109,7 +109,7 @@ def build_page(models: Models, concurrency: int = 1) -> gr.Blocks:
                 with gr.Tab("Race", id="race") as tabs["race"]:
                     modes["race"] = build_race_tab(models.image, shared)
         for name, tab in tabs.items():
-            opened = [session.opened, buttons.start]
+            opened = [session.opened, buttons.start, count]
             selected = tab.select(partial(_open_mode, name, modes[name]), None, opened, **_INSTANT)
             if (on_open := modes[name].on_open) is not None:
                 own.append((selected.then, on_open, set()))
@@ -177,11 +177,11 @@ def _connect_runs(
 
 
 def _open_mode(name: str, mode: Mode) -> list[Any]:
-    return [name, gr.Button(mode.verb)]
+    return [name, gr.Button(mode.verb), gr.Radio(visible=name == "image")]
 
 
-def _build_top(pipe: VisualPipeline, known: KnownPrompts) -> tuple[gr.Textbox, Buttons, gr.Radio]:
-    """Lay out the prompt, the buttons beside it, and the styles that the model knows."""
+def _build_top(pipe: VisualPipeline, known: KnownPrompts) -> tuple[gr.Textbox, Buttons, gr.Radio, gr.Radio]:
+    """Lay out the prompt, the buttons beside it, the styles that the model knows, and the number of images."""
     example = "a hamburger" if not known.names or "hamburger" in known.names else known.names[0]
     with gr.Row(elem_id="top"):
         prompt = gr.Textbox(
@@ -193,11 +193,13 @@ def _build_top(pipe: VisualPipeline, known: KnownPrompts) -> tuple[gr.Textbox, B
             gr.Button("Stop", variant="stop", visible=False, scale=0, min_width=140, elem_id="stop"),
         )
     styles = [ANY_STYLE, *(pipe.config.get("prompt_styles") or ())]
-    style = gr.Radio(
-        [(f"{each} style", each) for each in styles], value=ANY_STYLE, show_label=False, container=False,
-        visible=len(styles) > 1, elem_id="style", elem_classes="chips",
-    )  # fmt: skip
-    return prompt, buttons, style
+    chips: dict[str, Any] = {"show_label": False, "container": False, "elem_classes": "chips"}
+    with gr.Row(elem_id="options"):
+        style = gr.Radio(
+            [(f"{each} style", each) for each in styles], value=ANY_STYLE, visible=len(styles) > 1, elem_id="style", **chips
+        )
+        count = gr.Radio([("One image", 1), ("Four", 4)], value=1, visible=pipe.fps is None, elem_id="count", **chips)
+    return prompt, buttons, style, count
 
 
 def _build_suggestions(known: KnownPrompts, prompt: gr.Textbox, session: Session) -> None:

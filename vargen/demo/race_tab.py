@@ -97,8 +97,6 @@ def _render_lane(lane: Lane, first: Lane, prompt: str, total: int, longest: floa
         bar = f'<i class="vg-bar" style="--share:{progress.seconds / (longest or 1):.3f}"></i>'
         if lane is not first and first.progress:
             caption += f", {first.progress.seconds / (progress.seconds or 1):.1f} times as fast"
-        if relaxation := progress.result.stats.relaxation_per_token:
-            caption += f", relaxation {relaxation:.3f} per token"
     badge = f'<strong class="vg-badge">✓ Same image as {text(SPEEDS[first.method][0])}</strong>' if lane.same else ""
     caption_above = f"<b>{text(plain_name(lane.method))}</b><small>{text(meaning)}</small>"
     return f"<figure><figcaption>{caption_above}</figcaption>{image}{bar}<p>{caption}</p>{badge}</figure>"
