@@ -49,19 +49,19 @@ def read_painting(painted: dict[str, Any] | None, side: int) -> Source:
 
 def build_edit_tab(pipe: VisualPipeline, shared: Shared) -> tuple[Mode, list[OwnEvent]]:
     """Lay out the mode; returns it with the events of its own."""
+    gr.Markdown("The image follows what you type. Paint on it, and only the painted part is generated again.")
     with gr.Row():
         with gr.Column(scale=5, min_width=280):
-            note = gr.Markdown("Type, and the image follows.", elem_id="edit-note")
+            note = gr.Markdown(elem_id="edit-note")
             stage = gr.Image(
                 show_label=False, format="png", interactive=False, buttons=["fullscreen"], elem_id="edit-stage",
                 placeholder="Type, and the image follows.",
             )  # fmt: skip
             with gr.Row():
-                another = gr.Button("Another one", elem_id="another")
+                another = gr.Button("Another result", visible=False, elem_id="another")
                 paint = gr.Button("Paint on it", elem_id="paint")
                 save = gr.DownloadButton("Save image", elem_id="edit-save")
         with gr.Column(scale=5, min_width=280):
-            gr.Markdown("Type, and the image follows. Of an image that you paint on, only the painted part is generated again.")
             editor = gr.ImageEditor(
                 type="pil", show_label=False, sources=("upload", "clipboard"), height=_HEIGHT,
                 transforms=(), layers=False, canvas_size=(CANVAS, CANVAS), format="png", elem_id="editor", buttons=[],
@@ -85,6 +85,7 @@ def build_edit_tab(pipe: VisualPipeline, shared: Shared) -> tuple[Mode, list[Own
         what = "Painted part" if source.mask else "Variation" if source.image else f"**{prompt}**"
         updates: Updates = {
             stage: path, latest: source, save: gr.DownloadButton(value=path),
+            another: gr.Button(visible=source.image is not None),
             note: f"{what}: {finished.seconds:.2f} s, {finished.passes} steps, seed {seed}.",
         }  # fmt: skip
         if source.image is None:
@@ -121,7 +122,7 @@ def build_edit_tab(pipe: VisualPipeline, shared: Shared) -> tuple[Mode, list[Own
 
     # The editor is shown from the start: given an image before it is drawn, it hangs in browsers.
     paint.click(move, stage, editor, show_progress="hidden", api_visibility="private")
-    mode = Mode("New image", run, [latest], [stage, latest, note, save], note, on_open=typed)
+    mode = Mode("New image", run, [latest], [stage, latest, note, save, another], note, on_open=typed)
     typing: list[OwnEvent] = [
         (shared.prompt.input, typed, set()),
         (shared.style.input, typed, set()),

@@ -51,9 +51,6 @@ def build_image_tab(pipe: VisualPipeline, shared: Shared, count: gr.Radio, score
                 label="Images of this visit", columns=4, height="auto", object_fit="contain", format="png",
                 interactive=False, allow_preview=False, elem_id="visit", buttons=[],
             )  # fmt: skip
-    with gr.Accordion("Generate a saved image again, and compare it", open=False, elem_id="again"):
-        dropped = gr.File(label="A PNG that vargen wrote", file_types=[".png"], type="filepath", height=120, elem_id="drop")
-        verdict = gr.Markdown(elem_id="verdict")
     copy.click(None, shared.link, None, js=COPY_LINK, api_visibility="private")
 
     def run(values: Values) -> Iterator[Updates]:
@@ -101,6 +98,20 @@ def build_image_tab(pipe: VisualPipeline, shared: Shared, count: gr.Radio, score
         news = f"**{subject}**: from this visit, by {found['accelerator']}, seed {found['seed']}."
         return [gr.Gallery([path], columns=1), [(path, "")], news, gr.DownloadButton("Save image", value=path)]
 
+    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+    stage.select(choose, shown, save, **quiet)
+    strip.select(show_again, past, [stage, shown, note, save], **quiet)
+    inputs = [count, method, past]
+    outputs = [first, result, stage, shown, note, save, past, strip]
+    return Mode("Generate", run, inputs, outputs, note, lambda name: select_method(pipe, method, name))
+
+
+def build_comparison(pipe: VisualPipeline) -> None:
+    """Lay out what generates a saved image again and compares it."""
+    with gr.Accordion("Generate a saved image again, and compare it", open=False, elem_id="again"):
+        dropped = gr.File(label="A PNG that vargen wrote", file_types=[".png"], type="filepath", height=120, elem_id="drop")
+        verdict = gr.Markdown(elem_id="verdict")
+
     def check_again(path: str | None) -> Iterator[str]:
         if path is None:
             return
@@ -114,13 +125,7 @@ def build_image_tab(pipe: VisualPipeline, shared: Shared, count: gr.Radio, score
             sign = "✅" if found.same_pixels else "⚠️"
             yield f"{sign} “{parameters.get('prompt', parameters.get('class_label'))}”: {found.describe()}"
 
-    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-    stage.select(choose, shown, save, **quiet)
-    strip.select(show_again, past, [stage, shown, note, save], **quiet)
     dropped.upload(check_again, dropped, verdict, concurrency_id="generate", api_visibility="private")
-    inputs = [count, method, past]
-    outputs = [first, result, stage, shown, note, save, past, strip]
-    return Mode("Generate", run, inputs, outputs, note, lambda name: select_method(pipe, method, name))
 
 
 def _show(images: Sequence[Image.Image]) -> list[Image.Image]:

@@ -13,7 +13,7 @@ import gradio as gr
 from vargen.demo import opening
 from vargen.demo.calls import user_errors
 from vargen.demo.edit_tab import OwnEvent, build_edit_tab
-from vargen.demo.image_tab import build_image_tab
+from vargen.demo.image_tab import build_comparison, build_image_tab
 from vargen.demo.inputs import ANY_STYLE, Mode, Shared, Updates, Values, build_shared, new_seed
 from vargen.demo.known import KnownPrompts
 from vargen.demo.links import MAX_PROMPT, read_link
@@ -117,6 +117,8 @@ def build_page(models: Models, concurrency: int = 1) -> gr.Blocks:
         _connect_link(page, shared, modes, session)
         if models.has_examples:
             _build_wall(shared, modes, session)
+        if models.image is not None:
+            build_comparison(models.image)
         page.load(None, js=_LEAVE, api_visibility="private")
     return page.queue(max_size=_MAX_QUEUE, default_concurrency_limit=concurrency)
 
@@ -257,7 +259,10 @@ def _build_wall(shared: Shared, modes: dict[str, Mode], session: Session) -> Non
     """Lay out images and videos that were generated before; a click generates one again."""
     wall = opening.read_wall(tuple(modes))
     tab = gr.Textbox(visible=False)
-    listed = [(str(opening.FOLDER / each["file"]), each["prompt"].partition(",")[0]) for each in wall]
+    listed = [
+        (str(opening.FOLDER / each["file"]), "▶ " * (each["mode"] == "video") + each["prompt"].partition(",")[0])
+        for each in wall
+    ]
     tiles = gr.Gallery(
         listed, label="Examples: click one to generate it", columns=8, height="auto", allow_preview=False,
         interactive=False, object_fit="contain", elem_id="wall", buttons=[],

@@ -16,7 +16,7 @@ from vargen.demo.links import make_link
 from vargen.pipelines.videos import to_uint8
 
 _MAX_BLOCKS = 64
-_EXAMPLES = ("winking face", "beating heart", "waving hand", "horse")
+_EXAMPLES = ("winking face", "beating heart", "waving hand")
 
 
 def build_video_tab(pipe: Any, shared: Shared, scorer: Any, image_pipe: Any) -> Mode:
