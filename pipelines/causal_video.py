@@ -179,7 +179,7 @@ class CausalVideoPipeline(VisualPipeline):
         condition = self.encode_video_condition(prompt, prompt_embeds)
         if method.policy.needs_scores and prompt is None:
             raise ValueError(f"accelerator {method.name!r} scores drafts with the prompt: give prompt, not prompt_embeds")
-        frame_scorer = self.resolve_frame_scorer(scorer) if method.policy.needs_scores else None
+        frame_scorer = self.resolve_frame_scorer(scorer) if method.policy.needs_scores or scorer is not None else None
         seeds = resolve_seeds(generator, 1)
         start = encode_start_image(self, image, prompt, seeds.seeds[0])
         stream = BlockStream(
@@ -190,7 +190,7 @@ class CausalVideoPipeline(VisualPipeline):
             blocks=settings.num_blocks,
             decoder=self.block_decoder,
             preview=self.preview_decoder if preview_decoder is None else preview_decoder,
-            score=None if frame_scorer is None else frame_scorer.bind(self.scorer_prompt(str(prompt))),
+            score=frame_scorer.bind(self.scorer_prompt(str(prompt))) if frame_scorer and method.policy.needs_scores else None,
             given=start,
             callback=callback,
             profile=profile,

@@ -23,7 +23,7 @@ from vargen.models.tokenizers.multi_scale_vq import MultiScaleQuantizer
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.pipelines.validation import OUTPUT_TYPES
 from vargen.reading import apply_orientation, on_white
-from vargen.values import parse_float, short_repr
+from vargen.values import parse_float, require_int, short_repr
 
 if TYPE_CHECKING:
     from vargen.pipelines.regeneration import CallRecord
@@ -62,6 +62,7 @@ class ImagePipelineOutput(BaseOutput):
         """Return the parameters with which image `number` is generated again."""
         if self._call is None or self.tokens is None:
             raise ValueError("this result was not returned by the call of a pipeline, so it has no parameters")
+        require_int("number", number, 0, len(self.tokens) - 1)
         return self._call.describe(number, self.stats, self.tokens)
 
     def save(self, path: str | Path, number: int = 0) -> Path:
@@ -71,7 +72,8 @@ class ImagePipelineOutput(BaseOutput):
             raise ValueError(f"path must end in .png, as only PNG files carry parameters, got {str(path)!r}")
         if not isinstance(self.images, list):
             raise ValueError("only PIL images can be saved: call the pipeline with output_type='pil'")
-        data = png_file(self.images[number], self.parameters(number))
+        parameters = self.parameters(number)
+        data = png_file(self.images[number], parameters)
         with atomic_file(file) as temporary:
             temporary.write_bytes(data)
         return file

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -27,6 +28,9 @@ _SOURCES = ("image", "mask", "strength")
 _UNKNOWN = ("prompt_embeds", "negative_prompt_embeds", "stopped", "method")  # of calls that parameters do not describe
 
 
+_ROUNDING_LEVELS = 8  # by which decoders of two machines or dtypes may differ
+
+
 @dataclass(frozen=True)
 class Regeneration:
     """An image generated again.
@@ -34,12 +38,14 @@ class Regeneration:
     Attributes:
         image: the new image. same_tokens: None if the original does not record its tokens. same_pixels: compared with its file.
         reasons: why it may differ, in sentences; empty if nothing is known to differ.
+        levels: the largest difference of a color, of 255; 255 for images of different sizes.
     """
 
     image: Image.Image
     same_tokens: bool | None
     same_pixels: bool
     reasons: tuple[str, ...] = ()
+    levels: int = 0
 
     def describe(self) -> str:
         """Return the result in one or more sentences."""
@@ -47,7 +53,8 @@ class Regeneration:
             tokens = {True: "tokens and pixels are", False: "pixels are, though not the tokens,", None: "pixels are"}
             return f"The same image: its {tokens[self.same_tokens]} identical."
         if self.same_tokens:
-            return "The same tokens, but not the same pixels: the decoder rounds differently here."
+            cause = "the decoder rounds differently here" if self.levels <= _ROUNDING_LEVELS else "the file was edited"
+            return f"The same tokens, but colors that differ by up to {self.levels} of 255: {cause}."
         reasons = self.reasons or ("No recorded setting differs: rounding may have, or the file was edited.",)
         return " ".join(["Another image.", *reasons])
 
@@ -195,7 +202,13 @@ def compare_images(
     recorded = parameters.get("tokens_digest")
     same_tokens = None if recorded is None else recorded == here["tokens_digest"]
     same_pixels = pixels_digest(original) == pixels_digest(image)
-    return Regeneration(image, same_tokens, same_pixels, () if same_pixels else explain_difference(parameters, here))
+    if same_pixels:
+        return Regeneration(image, same_tokens, True)
+    levels = 255
+    if original.size == image.size:
+        one, other = (np.asarray(each.convert("RGB"), dtype=np.int16) for each in (original, image))
+        levels = int(np.abs(one - other).max())
+    return Regeneration(image, same_tokens, False, explain_difference(parameters, here), levels)
 
 
 def explain_difference(parameters: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, ...]:

@@ -139,7 +139,8 @@ def select_device(name: str | torch.device) -> torch.device:
     except (RuntimeError, TypeError):
         raise ValueError(f"device must be auto, cpu, cuda or another device of torch, got {short_repr(name)}") from None
     if device.type == "cuda" and not 0 <= (device.index or 0) < gpus:  # torch wraps large indices to negative ones
-        raise ValueError(f"device must be cpu, auto or one of the {gpus} GPUs that torch sees, got {str(device)!r}")
+        seen = f"one of the {gpus} GPUs that torch sees" if gpus else "cpu: torch sees no GPU"
+        raise ValueError(f"device must be cpu, auto or {seen}, got {str(device)!r}".replace("cpu, auto or cpu", "auto or cpu"))
     return device
 
 
@@ -172,7 +173,7 @@ def describe_machine() -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": available_cores(),
         "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "bfloat16_in_hardware": cpu_has_bfloat16(),
         "gpus": gpus,
         "system": f"{platform.system()} {platform.machine()}",

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vargen.compat import cache_folder as cache_folder
+from vargen.values import short_repr
 
 _WEIGHTS = re.compile(r"([^.]+?)(?:\.([^.]+?))?(?:-\d+-of-\d+)?\.safetensors|([^.]+?)\.safetensors\.index(?:\.([^.]+))?\.json")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -23,6 +24,8 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def expand_user(path: str | Path, name: str = "path") -> Path:
     """Return `path` with a leading `~` or `~user` replaced by the home folder."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{name} must be text or a path, got {short_repr(path)}")
     if "\0" in str(path):
         raise ValueError(f"{name} must be a path, and no path holds a NUL byte, as {str(path)!r} does")
     try:

@@ -40,6 +40,18 @@ def test_an_image_of_a_quantized_model_names_its_format(run: Any, text_model: Pa
     assert again.exit_code == 0, again.output
 
 
+@pytest.mark.parametrize(("levels", "cause"), [(2, "rounds differently"), (100, "was edited")])
+def test_an_edited_file_is_told_from_rounding(levels: int, cause: str, run: Any, text_model: Path) -> None:
+    assert run("generate", "a cat", "--model", text_model, "--seed", 7, "-o", "a.png").exit_code == 0
+    with Image.open("a.png") as opened:
+        image, parameters = opened.convert("RGB"), read_parameters("a.png")
+    red, *others = image.getpixel((0, 0))
+    image.putpixel((0, 0), (red + levels if red + levels < 256 else red - levels, *others))
+    image.save("b.png", pnginfo=png_chunks(parameters))
+    result = run("regenerate", "b.png", "--model", text_model)
+    assert result.exit_code == 1 and f"up to {levels} of 255" in result.stdout and cause in result.stdout
+
+
 def test_what_differs_is_named(run: Any, text_model: Path, scale_model: Path) -> None:
     assert run("generate", "a cat", "--model", text_model, "--seed", 7, "--accelerator", "ar", "-o", "a.png").exit_code == 0
     with Image.open("a.png") as opened:

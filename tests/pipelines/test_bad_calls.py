@@ -202,3 +202,16 @@ def test_numbers_are_those_of_an_image_or_refused(pipes: Any, use: str) -> None:
             rejects(lambda given=given: run(pipes(name), given), argument, ValueError)  # type: ignore[misc]
     for dtype in (torch.int64, torch.bool, torch.int8):
         rejects(lambda dtype=dtype: run(pipes(name), torch.ones(1, 3, side, side, dtype=dtype)), argument, TypeError)  # type: ignore[misc]
+
+
+def test_what_is_no_path_and_no_number_of_an_image_is_named(text_pipe: Any, tmp_path: Path) -> None:
+    rejects(lambda: open_pipeline(None), "model", TypeError)
+    result = text_pipe("a cat", generator=seeded(1))
+    rejects(lambda: result.save(tmp_path / "a.png", 1), "number", ValueError)
+    rejects(lambda: result.parameters(-1), "number", ValueError)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_scorer_is_checked_where_the_method_scores_nothing(video_model: Path) -> None:
+    pipe = open_pipeline(video_model)
+    rejects(lambda: pipe.stream("a cat", accelerator="target", scorer="nope", image=False), "scorer", ValueError)

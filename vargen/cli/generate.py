@@ -152,8 +152,10 @@ def generate(
     if not quiet and not is_video:
         seconds = f"{run['seconds_generate']:.1f} s (and {run['seconds_load']:.1f} s to load)"
         rate, number = f"{run['tokens_per_second']:.0f} tokens per second", f"{count} image{'s' if count > 1 else ''}"
-        best = f"{records[0]['seed']}, the best candidate of " if best_of > 1 and count == 1 else ""
-        print_status(f"{number} in {seconds}, {rate}, seed {best}{first}")
+        seed_text = f"seed {first}"
+        if best_of > 1 and count == 1:
+            seed_text = f"seed {records[0]['seed']}, the best of {best_of} candidates from seed {first}"
+        print_status(f"{number} in {seconds}, {rate}, {seed_text}")
 
 
 def _parse_labels(labels: list[str], model: VisualPipeline) -> list[int]:
