@@ -43,7 +43,7 @@ LANGUAGE_MODEL_OPTIONS = (
     "attn_implementation",
 )  # fmt: skip
 _CODE = ("trust_remote_code", "custom_pipeline")
-_SMALL_NETWORK = 50_000_000  # parameters
+SMALL_NETWORK = 50_000_000  # parameters
 
 
 @without_autocast
@@ -195,7 +195,7 @@ def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dty
         whole = (folder / "config.json").is_file()  # a folder of transformers, which has its weights itself
         place, stem = (folder, "model") if whole else (folder / "transformer", WEIGHTS_STEM)
         files = find_weight_files(place, stem) if place.is_dir() else []
-        if sum(math.prod(info.shape) for file in files for info in read_header(file).values()) < _SMALL_NETWORK:
+        if sum(math.prod(info.shape) for file in files for info in read_header(file).values()) < SMALL_NETWORK:
             return torch.float32
     return preferred_dtype(device)
 

@@ -120,7 +120,7 @@ def test_default_dtypes(saved, monkeypatch):
     monkeypatch.setattr(device, "cpu_has_bfloat16", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert LlamaGenPipeline.from_pretrained(saved).transformer.dtype == torch.float32  # small: a seed is a picture
-    monkeypatch.setattr(loading, "_SMALL_NETWORK", 1000)
+    monkeypatch.setattr(loading, "SMALL_NETWORK", 1000)
     pipe = LlamaGenPipeline.from_pretrained(saved)
     assert pipe.transformer.dtype == torch.bfloat16 and pipe.vqvae.dtype == torch.float32
     monkeypatch.setattr(device, "cpu_has_bfloat16", lambda: False)

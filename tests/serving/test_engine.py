@@ -38,6 +38,33 @@ def test_images_of_random_arrivals_equal_those_generated_alone(text_pipe: Any, m
         assert pixels(result.image) == pixels(generate_alone(text_pipe, task, method)) and result.seed == task.seed
 
 
+def test_a_pass_has_rows_only_for_the_tasks_that_are_there(text_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU: one task alone, then those that came meanwhile together; a large network always has all slots."""
+    gate, rows = Gate(text_pipe.transformer), []
+    tasks = [image_task(number) for number in range(4)]
+
+    def note_rows(module: Any, arguments: Any) -> None:
+        rows.append(len(arguments[0]))
+
+    hook = text_pipe.transformer.layers[0].register_forward_pre_hook(note_rows)
+    with GenerationThread(text_pipe, "ar", slots=4) as generation:
+        gate.close()
+        handles = generation.submit(tasks[:1])
+        gate.wait_for_pass()
+        handles += generation.submit(tasks[1:])
+        gate.open()
+        results = [handle.result(30) for handle in handles]
+        first, later = set(rows[: len(rows) // 4]), set(rows[-len(rows) // 4 :])
+        monkeypatch.setattr("vargen.serving.schedules.SMALL_NETWORK", 0)
+        rows.clear()
+        generation.submit(tasks[:1])[0].result(30)
+    gate.remove()
+    hook.remove()
+    assert max(later) == 4 * max(first) == max(rows)
+    for task, result in zip(tasks, results, strict=True):
+        assert pixels(result.image) == pixels(generate_alone(text_pipe, task, "ar"))
+
+
 def test_next_scale_images_are_generated_in_batches_by_arrival(scale_pipe: Any) -> None:
     gate = Gate(scale_pipe.transformer)
     tasks = [ImageTask(number, number, Sampling(top_k=7)) for number in range(5)]

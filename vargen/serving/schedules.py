@@ -18,6 +18,7 @@ from vargen.decoding.engine import Engine
 from vargen.decoding.requests import select_rows
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.causal_video import CausalVideoPipeline
+from vargen.pipelines.loading import SMALL_NETWORK
 from vargen.pipelines.seeds import resolve_seeds
 from vargen.pipelines.validation import validate_batch_size
 from vargen.pipelines.videos import to_uint8
@@ -98,8 +99,9 @@ class TaskSchedule(ABC):
 class JoiningSchedule(TaskSchedule):
     """Runs next-token images in an `Engine`: each slot takes the next task as soon as it is free.
 
-    A task whose prompt is too long for the engine, or that differs in having guidance, waits until the engine is empty, and
-    then gets a new one.
+    A pass runs all slots of an engine, so a small network on a CPU has as many as tasks are there when it starts, to the next
+    power of two. A task for which it has no slot, whose prompt is too long for it, or that differs in having guidance, waits
+    until it is empty, and then gets a new one.
     """
 
     _engine: Engine | None = None
@@ -126,6 +128,20 @@ class JoiningSchedule(TaskSchedule):
         self._engine = self._encoded = None
         return super().reset()
 
+    def _engine_size(self) -> int:
+        """Return the number of slots of the next engine; all where more rows cost a pass little: large networks, and GPUs."""
+        if self.pipe.device.type != "cpu" or self.pipe.transformer.num_parameters() >= SMALL_NETWORK:
+            return self.slots
+        return min(self.slots, 1 << (len(self.starting) - 1).bit_length())
+
+    def _fits(self, condition: Any, scale: float, count: int) -> bool:
+        """Whether the engine takes so many tasks with this condition."""
+        if self._engine is None or (scale != 1) != self._is_guided or not self._engine.has_room(condition):
+            return False
+        if not self.running:
+            return self._engine.batch_size == self._engine_size()
+        return len(self.running) + count <= self._engine.batch_size
+
     def _start(self) -> bool:
         """Submit the first task, and those after it of other seeds, by one prefill; False if it waits."""
         first = self.starting[0].task
@@ -136,13 +152,14 @@ class JoiningSchedule(TaskSchedule):
             if self._encoded is None or self._encoded[0] is not together[0]:
                 self._encoded = together[0], self.pipe.encode_condition(**options)[0]
             condition = replace(self._encoded[1], scale=scale)
-            if self._engine is None or (scale != 1) != self._is_guided or not self._engine.has_room(condition):
+            if not self._fits(condition, scale, len(together)):
                 if self.running:
                     return False
                 self._engine, self._is_guided = None, scale != 1  # which frees its memory
-                self._engine = Engine(self.pipe.decoding_model(scale), self.method, batch_size=self.slots)
+                self._engine = Engine(self.pipe.decoding_model(scale), self.method, batch_size=self._engine_size())
             generators = [handle.make_generator() for handle in together]
             seeds = resolve_seeds(generators, len(together)).noise_seeds
+            assert self._engine is not None
             numbers = self._engine.submit(select_rows(condition, [0] * len(together)), seeds, first.sampling)
         except (ValueError, TypeError) as error:
             for handle in together:
