@@ -240,7 +240,7 @@ def read_prompt_records(path: Path | None, name: str = "prompt_file") -> list[di
         import vargen.assets
 
         path = Path(vargen.assets.__file__).parent / "prompts.txt"
-    if path.is_dir():
+    if os.path.isdir(path):  # Path.is_dir would raise if the name is too long for a file name
         files = sorted(path.glob("*.txt"))
         found = [{"prompt": read_text(file, name, _MAX_BYTES).strip(), "item": file.stem} for file in files]
     else:
