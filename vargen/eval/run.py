@@ -115,6 +115,14 @@ class GenerationPlan:
     def prompt_at(self, index: int) -> PromptOrClass:
         return self.prompts[index % len(self.prompts)]
 
+    def open(self) -> Any:
+        """Open the pipeline of the plan, with its number of threads, and without progress bars."""
+        set_threads(self.threads)
+        dtype = None if self.dtype is None else getattr(torch, self.dtype)
+        pipe = open_pipeline(self.model, device=self.device, torch_dtype=dtype, quantization=self.quantization)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
     def validate(self) -> dict[str, Any]:
         """Return all settings that determine the images, for the run directory; weights are read for their digest only."""
         pipe = inspect_model(self.model)
@@ -180,10 +188,7 @@ class ImageGenerator:
 
     def __init__(self, plan: GenerationPlan):
         self.plan, self.run = plan, RunDirectory(Path(plan.output))
-        set_threads(plan.threads)
-        dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
-        self.pipe = open_pipeline(plan.model, device=plan.device, torch_dtype=dtype, quantization=plan.quantization)
-        self.pipe.set_progress_bar_config(disable=True)
+        self.pipe = plan.open()
         self.methods = {method: resolve_method(method, self.pipe.paradigm) for method in plan.methods}
         for method in self.methods.values():
             self.pipe.validate_method(method)  # checks that need the weights, before the first batch

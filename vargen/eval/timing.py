@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from vargen.bench.compare import compare_methods
-from vargen.device import describe_place, set_threads
+from vargen.device import describe_place
 from vargen.eval.run import GenerationPlan
 from vargen.eval.run_directory import RunDirectory, describe_write_error
 from vargen.files import atomic_file
-from vargen.pipelines.loading import open_pipeline
 
 TIMING_FILE = "batch1.json"
 NUM_TIMED = 4  # images of each method
@@ -39,9 +38,7 @@ def time_single_images(
     stored = read_timing(file.parent)
     if stored and {key: stored.get(key) for key in about} == about and set(plan.methods) <= set(stored["methods"]):
         return stored
-    set_threads(plan.threads)
-    dtype = None if plan.dtype is None else getattr(torch, plan.dtype)
-    pipe = open_pipeline(plan.model, device=plan.device, torch_dtype=dtype, quantization=plan.quantization)
+    pipe = plan.open()
     methods = {name: pipe.resolve_method(name) for name in dict.fromkeys((pipe.baseline, *plan.methods))}
     prompts = [plan.prompt_at(index) for index in range(num)]
     found = compare_methods(pipe, prompts, methods, 1, plan.seed, plan.sampling, progress)
