@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 import socket
+import subprocess
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,8 +155,21 @@ class Browser:
     and what is done is done again until the page shows that it happened; no element is kept.
     """
 
-    def __init__(self, driver: Any):
-        self.driver = driver
+    def __init__(self, start: Callable[[], Any]):
+        self._start = start
+        self.driver = start()
+
+    def leave(self) -> None:
+        """Leave the page. A Chromium that does not, which happens on loaded machines once in many runs, is replaced."""
+        try:
+            self.driver.set_page_load_timeout(60)
+            self.driver.get("about:blank")
+        except Exception as error:  # of Selenium, or of its connection
+            warnings.warn(f"a browser hung when it left its page, and is replaced: {type(error).__name__}", stacklevel=1)
+            profile = self.driver.capabilities["chrome"]["userDataDir"]
+            subprocess.run(["pkill", "-9", "-f", f"--user-data-dir={profile}"], check=False)
+            self.driver.service.process.kill()
+            self.driver = self._start()
 
     def open(self, url: str) -> Browser:
         self.driver.get(url)
@@ -328,7 +343,7 @@ def no_page_stays_open(opened: list[Browser]) -> Iterator[None]:
     """The recorded race of a page that nobody looks at would take a quarter of a core from all later tests."""
     yield
     for browser in opened:
-        browser.driver.get("about:blank")
+        browser.leave()
 
 
 @pytest.fixture(scope="session")
@@ -336,7 +351,7 @@ def open_browser(chromium: SimpleNamespace, opened: list[Browser]) -> Iterator[C
     """Opens any number of browsers, each with an empty profile of its own."""
     profiles: list[tempfile.TemporaryDirectory[str]] = []
 
-    def open_one() -> Browser:
+    def start() -> Any:
         profiles.append(tempfile.TemporaryDirectory(prefix="vargen-chromium-", ignore_cleanup_errors=True))
         options = chromium.webdriver.ChromeOptions()
         options.binary_location = chromium.browser
@@ -344,7 +359,10 @@ def open_browser(chromium: SimpleNamespace, opened: list[Browser]) -> Iterator[C
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         service = chromium.webdriver.ChromeService(chromium.driver)
-        opened.append(Browser(chromium.webdriver.Chrome(options=options, service=service)))
+        return chromium.webdriver.Chrome(options=options, service=service)
+
+    def open_one() -> Browser:
+        opened.append(Browser(start))
         return opened[-1]
 
     yield open_one
