@@ -51,6 +51,7 @@ class VisualPipeline(StoredPipeline):
     Attributes:
         paradigm: selects the presets that this pipeline runs: next-token, next-scale or video.
         baseline, default_method: presets that speedups are relative to, and that a call uses by default.
+        summary: what calls by `vargen.enable` add their statistics to.
         usual_sampling: sampling settings used where neither the call nor the checkpoint sets them.
         image_size: width and height in pixels of the source image of a call; None if calls take no image.
         makes_images: False if another pipeline decodes the tokens.
@@ -59,7 +60,8 @@ class VisualPipeline(StoredPipeline):
 
     paradigm: ClassVar[str]
     baseline: ClassVar[str] = "ar"
-    default_method: ClassVar[str] = DEFAULT_METHOD
+    default_method: Any = DEFAULT_METHOD
+    summary: Any = None
     joins_running_batch: ClassVar[bool] = False
     usual_sampling: ClassVar[dict[str, Any]] = {"guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0}
     model_cpu_offload_seq = "text_encoder->transformer->vqvae"

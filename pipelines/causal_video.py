@@ -64,7 +64,7 @@ class CausalVideoPipeline(VisualPipeline):
 
     paradigm: ClassVar[str] = VideoMethod.paradigm
     baseline: ClassVar[str] = "target"
-    default_method: ClassVar[str] = "sdvg"
+    default_method = "sdvg"
     pixel_decoder: ClassVar[str] = "vae"
     model_cpu_offload_seq = "text_encoder->transformer->vae"
     _callback_tensor_inputs: ClassVar[list[str]] = []
@@ -255,6 +255,9 @@ class CausalVideoPipeline(VisualPipeline):
         self.maybe_free_model_hooks()
         stats = [stream.stats for stream in streams]
         frames = stack_videos(videos, output_type)
+        if self.summary is not None:
+            for each in stats:
+                self.summary.add(each)
         result = CausalVideoPipelineOutput(frames=frames, stats=stats if is_list else stats[0], fps=self.fps)
         return result if return_dict else (frames,)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -193,13 +194,11 @@ class LanguageModelPipeline(NextTokenPipeline):
         """Return the adapter of the model and its drafters for `vargen.decoding.decode`."""
         guidance = to_guidance(guidance)
         draft = None if self.draft_model is None else TransformersTokenModel(self._description("draft_model"), guidance)
-        described, known = self.language_model, LlamaGenPipeline.family.drafters
-        heads = {name: partial(known[name].adapter, each.to(described.device)) for name, each in self.draft_heads.items()}
-        return TransformersTokenModel(described, guidance, draft, draft_heads=heads)
+        described = self.language_model
+        return TransformersTokenModel(described, guidance, draft, draft_heads=bind_heads(self.draft_heads, described.device))
 
     def _load_drafters(self, *drafters: Any) -> dict[str, Any]:
-        target = self.decoding_model()
-        heads = {name: load_network(stored, target.dtype) for name, stored in _read_heads(target, *drafters).items()}
+        heads = open_heads(self.decoding_model(), *drafters)
         self.draft_heads.update(heads)
         return heads
 
@@ -259,6 +258,17 @@ def _read_folder(
 def list_heads(folder: Path) -> list[str]:
     """Return the names of the draft heads that `LanguageModelPipeline.save_pretrained` stored in a folder."""
     return [name for name in LlamaGenPipeline.family.drafters if (folder / name / "config.json").is_file()]
+
+
+def open_heads(target: TransformersTokenModel, *folders: Any) -> dict[str, Any]:
+    """Return the draft heads in folders of training runs or of saved networks, by component name, if they fit the target."""
+    return {name: load_network(stored, target.dtype) for name, stored in _read_heads(target, *folders).items()}
+
+
+def bind_heads(networks: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return what makes the draft heads of a `TransformersTokenModel` from networks by component name, moved to a device."""
+    known = LlamaGenPipeline.family.drafters
+    return {name: partial(known[name].adapter, each.to(device)) for name, each in networks.items()}
 
 
 def _read_heads(target: TransformersTokenModel, *names: Any) -> dict[str, NetworkFolder]:

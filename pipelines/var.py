@@ -48,7 +48,7 @@ class VARPipeline(ImagePipeline):
     paradigm: ClassVar[str] = "next-scale"
     own_arguments: ClassVar[tuple[str, ...]] = ("image", "mask_image", "strength")
     baseline: ClassVar[str] = "plain"
-    default_method: ClassVar[str] = "plain"
+    default_method = "plain"
     usual_sampling: ClassVar[dict[str, Any]] = DEFAULTS
 
     image_size: Any = property(attrgetter("vqvae.image_size"))

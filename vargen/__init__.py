@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vargen.decoding import Accelerator, DecodeStats
+    from vargen.in_place.enabling import disable, enable, summary, supported
     from vargen.models.llamagen.network import LlamaGenTransformer
     from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
     from vargen.models.tokenizers.vq import VQModel
@@ -38,7 +39,11 @@ __all__ = [
     "VQModel",
     "__version__",
     "accelerate",
+    "disable",
+    "enable",
     "open_pipeline",
+    "summary",
+    "supported",
 ]
 
 # Maps each public name to the module that defines it.
@@ -53,7 +58,11 @@ _HOMES = {
     "VARTransformer": "vargen.models.var.network",
     "VQModel": "vargen.models.tokenizers.vq",
     "accelerate": "vargen.pipelines.language_model",
+    "disable": "vargen.in_place.enabling",
+    "enable": "vargen.in_place.enabling",
     "open_pipeline": "vargen.pipelines.loading",
+    "summary": "vargen.in_place.enabling",
+    "supported": "vargen.in_place.enabling",
 }
 
 

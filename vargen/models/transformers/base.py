@@ -120,6 +120,7 @@ class ImageLanguageModel:
     codebook: Tensor | None = None
     forced: Tensor | None = None
     low_res: Any = None
+    _head: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, model: Any):
         self.model = model
@@ -129,13 +130,11 @@ class ImageLanguageModel:
         """Embeddings `[R, T, D]` of image tokens `[R, T]`."""
         return self.model.get_input_embeddings()(tokens if self.ids is None else self.ids[tokens])
 
-    def slice_head(self) -> None:
-        """Let `head` compute the logits of image tokens only, and read only their weights."""
-        ids = slice(self.vocab) if self.ids is None else self.ids
-        self._head = make_sliced_head(self.model.get_output_embeddings(), ids)
-
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits `[R, T, V]` of image tokens."""
+        """Logits `[R, T, V]` of image tokens, whose weights are all that is read of the model's head."""
+        if self._head is None:
+            ids = slice(self.vocab) if self.ids is None else self.ids
+            self._head = make_sliced_head(self.model.get_output_embeddings(), ids)
         return self._head(hidden)
 
     def positions(self, start: Tensor, index: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Shape suffixes: B images, R rows, P prompt tokens, T fed tokens, S positions, N 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -112,7 +113,6 @@ class Emu3(ImageLanguageModel):
         codes = read_weight(model.model.vqmodel.quantize.embedding).detach().float()
         far = codes.new_full((1, codes.shape[1]), 1e4)  # the end of a row is like no token
         self.codebook = torch.cat([codes, far])
-        self.slice_head()  # 18% of the reads of the whole head
 
     def encode_prompts(self, processor: Any, prompts: list[str], negative: list[str] | None) -> PromptRows:
         rows, columns = self.size
@@ -155,7 +155,6 @@ class Chameleon(ImageLanguageModel):
         self.ids = torch.tensor([mapping.img2bpe[number] for number in sorted(mapping.img2bpe)], device=self.device)
         self.vocab, self.grid = len(self.ids), (side, side)
         self.codebook = read_weight(model.model.vqmodel.quantize.embedding).detach()
-        self.slice_head()
 
     def encode_prompts(self, processor: Any, prompts: list[str], negative: list[str] | None) -> PromptRows:
         tokenizer, start = processor.tokenizer, processor.image_start_token_id
@@ -174,6 +173,16 @@ def preview_size(size: tuple[int, int]) -> tuple[int, int]:
     """Return rows and columns of the preview of an image of `size` tokens: about 16 x 16, in the same proportions."""
     (rows, columns), side = size, _GLM_PATCH // 2
     return int(math.sqrt(rows / columns) * side), int(math.sqrt(columns / rows) * side)
+
+
+def grid_offsets(sizes: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the positions `[3, N]` of the tokens of grids of some rows and columns, one after the other, after a prompt."""
+    offsets, start = [], 0
+    for height, width in sizes:
+        place = torch.cartesian_prod(torch.arange(height), torch.arange(width)).T.reshape(2, -1)
+        offsets.append(start + torch.cat([torch.zeros(1, height * width, dtype=torch.int64), place]))
+        start += max(height, width)
+    return torch.cat(offsets, 1)
 
 
 class PreviewDrafter(LowResModel):
@@ -230,14 +239,8 @@ class GLMImage(ImageLanguageModel):
         super().__init__(model)
         self.body, self.size = model.model.language_model, validate_size(size)
         self.preview = preview_size(size)
-        offsets, start = [], 0
-        for height, width in (self.preview, size):
-            place = torch.cartesian_prod(torch.arange(height), torch.arange(width)).T.reshape(2, -1)
-            offsets.append(start + torch.cat([torch.zeros(1, height * width, dtype=torch.int64), place]))
-            start += max(height, width)
-        self._offsets = torch.cat(offsets, 1).to(self.device)  # [3, N]
+        self._offsets = grid_offsets((self.preview, size)).to(self.device)  # [3, N]
         self.vocab, self.grid = model.config.vq_config.num_embeddings, (1, self._offsets.shape[1])
-        self.slice_head()
         self.codebook = read_weight(model.model.vqmodel.quantize.embedding).detach()
         self.low_res = PreviewDrafter(self.vocab, self.preview, size)
 
@@ -276,11 +279,11 @@ def validate_release(language_model: type[ImageLanguageModel]) -> None:
 
 
 def describe_language_model(model: Any, **options: Any) -> ImageLanguageModel:
-    """Return the description of a model of transformers.
+    """Return the description of a model of transformers, or of a subclass of its class.
 
     Options are those of its constructor, such as `size`, rows and columns of the image in tokens. None: the published value.
     """
-    found = MODELS.get(type(model).__name__)
+    found = next((MODELS[each.__name__] for each in type(model).__mro__ if each.__name__ in MODELS), None)
     if found is None:
         raise TypeError(f"model must be one of {', '.join(MODELS)} of transformers, got {short_repr(type(model).__name__)}")
     validate_release(found)
