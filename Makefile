@@ -54,12 +54,12 @@ test-extended: $(REFERENCE)/.all
 
 # What differs from the reference set is diffusers, transformers, huggingface-hub, timm, open-clip and Gradio.
 test-latest: $(LATEST)/.fast
-	$(LATEST)/bin/$(PYTEST) -m "packages and not slow" tests/models tests/convert tests/pipelines tests/demo tests/scoring \
-		tests/training tests/eval/test_features.py tests/test_compat.py
+	$(LATEST)/bin/$(PYTEST) -m "packages and not slow" tests/models tests/convert tests/pipelines tests/in_place tests/demo \
+		tests/scoring tests/training tests/eval/test_features.py tests/test_compat.py
 
 # The extras of this set leave the page, the scorers and evaluation out.
 test-lowest: $(LOWEST)/.fast
-	$(LOWEST)/bin/$(PYTEST) -m "packages and not slow" tests/models tests/convert tests/pipelines tests/cli tests/training
+	$(LOWEST)/bin/$(PYTEST) -m "packages and not slow" tests/models tests/convert tests/pipelines tests/in_place tests/cli tests/training
 
 # One process: several would share the GPU, and compile every kernel each.
 test-gpu: $(REFERENCE)/.all
@@ -131,7 +131,7 @@ $(REFERENCE)/.all: pyproject.toml constraints.txt | $(REFERENCE)/.torch
 	@touch $(REFERENCE)/.core $(REFERENCE)/.demo $@
 
 $(LATEST)/.fast: pyproject.toml constraints-latest.txt | $(LATEST)/.torch
-	$(LATEST)/bin/python -m pip install -c constraints-latest.txt -e ".[demo,eval,kernels,video,serve,train,dev]"
+	$(LATEST)/bin/python -m pip install -c constraints-latest.txt -e ".[demo,eval,kernels,video,serve,train,dev]" peft
 	@touch $@
 
 # uv, because pip resolves to the newest only. It keeps the torch that is there: torch's own lower bound is not tried, because

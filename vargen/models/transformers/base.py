@@ -134,7 +134,8 @@ class ImageLanguageModel:
         """Logits `[R, T, V]` of image tokens, whose weights are all that is read of the model's head."""
         if self._head is None:
             ids = slice(self.vocab) if self.ids is None else self.ids
-            self._head = make_sliced_head(self.model.get_output_embeddings(), ids)
+            with torch.inference_mode(False):  # it may be used elsewhere later
+                self._head = make_sliced_head(self.model.get_output_embeddings(), ids)
         return self._head(hidden)
 
     def positions(self, start: Tensor, index: Tensor) -> Tensor:
