@@ -11,15 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from markdown import anchors, blocks, commands, links, pages, prose
-from tiny_language_models import make_janus, needs_janus
+from tiny_glm_pipeline import make_glm_pipeline
+from tiny_language_models import has_release, make_janus, needs_janus
 from typer.testing import CliRunner
 
+import vargen
 import vargen.decoding
 import vargen.decoding.experimental
 from vargen.cli.main import app
 from vargen.decoding import PRESETS, Accelerator
+from vargen.models.transformers.base import ImageLanguageModel
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages(ROOT)])
@@ -154,7 +158,8 @@ def test_proofs_come_out_as_pages_show_them() -> None:
 def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its Python blocks, one after the other."""
     monkeypatch.chdir(tmp_path)
-    scope: dict[str, Any] = {}
+    model, processor = make_janus()
+    scope: dict[str, Any] = {"model": model, "inputs": processor(text=["a cat"], generation_mode="image", return_tensors="pt")}
     for block in blocks(README, "python"):
         exec(compile(block.code, block.page, "exec"), scope)
     assert (tmp_path / "apple.png").is_file()
@@ -203,6 +208,28 @@ def test_language_models_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         part.save_pretrained(folder)
     scope = run_page("models", {"deepseek-community/Janus-Pro-1B": folder}, tmp_path, monkeypatch)
     assert scope["result"].stats.accelerator == "gumbel"
+
+
+@needs_janus
+def test_enabling_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page's blocks in turn, on tiny models: a Janus, a pipeline of diffusers, a description."""
+    monkeypatch.chdir(tmp_path)
+    first, second, third = (block.code for block in blocks(ROOT / "docs/enable.md", "python"))
+    model, processor = make_janus()
+    inputs = processor(text=["a red apple"], generation_mode="image", return_tensors="pt")
+    exec(compile(first, "enable.md", "exec"), {"model": model, "inputs": inputs})
+    assert "passes" in capsys.readouterr().out and "generate" not in vars(model)
+    scope = {"torch": torch, "ImageLanguageModel": ImageLanguageModel, "MODELS": (models := {})}
+    exec(compile(third, "enable.md", "exec"), scope)
+    assert list(models) == ["MineForCausalLM"]
+    if has_release("glm-image"):
+        import diffusers
+
+        make_glm_pipeline().save_pretrained(tmp_path / "glm")
+        scope = {"torch": torch, "vargen": vargen, "GlmImagePipeline": diffusers.GlmImagePipeline}
+        second = second.replace('"zai-org/GLM-Image"', '"glm"').replace("1024", "64")
+        exec(compile(second, "enable.md", "exec"), scope)
+        assert scope["image"].size == (64, 64) and vargen.summary(scope["pipe"]).calls == 1
 
 
 def run_page(name: str, folders: dict[str, Path], place: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

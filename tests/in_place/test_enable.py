@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 from generate_cases import MAKERS, Case, emu3, glm, janus, make_case
-from tiny_language_models import PAD, has_release, make_chameleon, make_janus, needs_janus
+from tiny_language_models import PAD, has_release, make_chameleon, make_janus, needs_janus, text_config
 from tiny_models import text_pipeline, text_var_pipeline
 
 import vargen
 from vargen.in_place.enabling import EnabledGenerate
+from vargen.models.transformers.base import ImageLanguageModel
+from vargen.models.transformers.supported import MODELS
 
 pytestmark = needs_janus
 CORE = ("ar", "gumbel", "auto", "sjd", "scd", "gsd")
@@ -135,6 +137,36 @@ def test_without_a_negative_prompt_guidance_uses_what_transformers_uses() -> Non
         vargen.enable(case.model)
         assert same(case.generate(guidance_scale=scale), expected)
         vargen.disable(case.model)
+
+
+def test_another_model_joins_by_a_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A causal language model whose image ids are a range, on a grid without ends of rows."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class MineForCausalLM(LlamaForCausalLM):
+        pass
+
+    class Mine(ImageLanguageModel):
+        class_name, since = "MineForCausalLM", "4.49"
+
+        def __init__(self, model: Any):
+            super().__init__(model)
+            self.body, self.ids = model.model, torch.arange(50, 74)
+            self.vocab, self.grid = 24, (4, 5)
+
+    monkeypatch.setitem(MODELS, Mine.class_name, Mine)
+    model = randomize(MineForCausalLM(LlamaConfig(**text_config())), 3, 0.8)
+    ids = torch.tensor([[PAD, 9, 12], [11, 12, 13]])
+    options = {"prefix_allowed_tokens_fn": lambda *_: list(range(50, 74)), "max_new_tokens": 20, "do_sample": False}
+    case = Case(model, {"input_ids": ids, "attention_mask": (ids != PAD).long()}, **options)
+    expected = case.generate()
+    for method in CORE:
+        if method != "gsd":  # it needs codes
+            vargen.enable(model, method)
+            assert same(case.generate(), expected) and vargen.summary(model).calls == 1
+            vargen.disable(model)
+    with pytest.raises(ValueError, match="codebook"):
+        vargen.enable(model, "gsd")
 
 
 # -- what runs by the original -------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from vargen.compat import installed_version
 from vargen.decoding import Accelerator, decode
 from vargen.decoding.methods import resolve_method
 from vargen.in_place.generate_calls import GenerateCall, PassThroughError, resolve_call
@@ -32,6 +33,7 @@ from vargen.pipelines.seeds import resolve_seeds
 from vargen.values import short_repr
 
 logger = logging.getLogger("vargen")
+_CUSTOM_GENERATE = (4, 56)  # the first transformers whose `generate` takes a function as custom_generate
 
 
 def enable(model: Any, method: Any = "gumbel", *, draft_model: Any = None, drafter: Any = None, **settings: Any) -> Any:
@@ -65,6 +67,9 @@ def enable(model: Any, method: Any = "gumbel", *, draft_model: Any = None, draft
     known = describe_language_model(target)
     if isinstance(known, Chameleon):
         raise TypeError(f"model must sample image tokens, which generate of a {known.class_name} masks; see vargen.accelerate")
+    installed = installed_version("transformers") or "0"
+    if not isinstance(known, Janus) and tuple(map(int, installed.split(".")[:2])) < _CUSTOM_GENERATE:
+        raise ValueError(f"{known.class_name} can be enabled with transformers 4.56 or newer, got {installed}")
     enabled = _find_enabled(target)
     if enabled is not None:
         if enabled.summary.method != chosen:
