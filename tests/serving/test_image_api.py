@@ -210,6 +210,12 @@ def test_unknown_places_answer_in_the_same_shape(address: str, path: str, status
     assert failed.value.code == status and json.load(failed.value)["error"]["message"]
 
 
+@pytest.mark.parametrize(("path", "other"), [("/v1/images/edits", "'emoji-var'"), ("/v1/videos", "'emoji-video'")])
+def test_what_the_model_cannot_do_names_one_that_can(address: str, path: str, other: str) -> None:
+    status, body = post(address, b'{"prompt": "a dog"}', path)
+    assert status == 404 and "The model 'tiny' cannot" in body["error"]["message"] and other in body["error"]["message"]
+
+
 def test_errors_reveal_nothing_about_the_machine(address: str, text_pipe: Any, caplog: Any) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("cannot read /home/me/secret.txt")

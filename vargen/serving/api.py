@@ -41,6 +41,11 @@ _PHRASES = {
     408: ("The body did not arrive in time.", "timeout"),
     413: ("The body is too large.", "request_too_large"),
 }
+_OTHER_MODELS = {  # what a model may be unable to do, and one that can
+    "/v1/images/generations": ("generate images", "emoji"),
+    "/v1/images/edits": ("edit images", "emoji-var"),
+    "/v1/videos": ("generate videos", "emoji-video"),
+}
 _T = TypeVar("_T")
 
 
@@ -318,6 +323,12 @@ def build_app(
             raise APIError(404, f"The model {short_repr(name)} does not exist.", "model_not_found", "model")
         return model
 
+    async def refuse_task(request: Request) -> None:
+        task, other = _OTHER_MODELS[request.url.path]
+        raise APIError(404, f"The model {card.name!r} cannot {task}; {other!r} can.", "not_found", "model")
+
+    for path in _OTHER_MODELS.keys() - {*paths}:
+        app.add_api_route(path, refuse_task, methods=["POST"])
     registry.register(_GenerationMetrics(generation))
     app.add_middleware(Gate, limits=limits, api_key=api_key, registry=registry, paths=paths, origins=allow_origins)
     if allow_origins:  # around the gate, because browsers ask first without a key
