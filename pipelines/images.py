@@ -173,7 +173,7 @@ def validate_source(image: Any, mask: Any, strength: Any, side: int, processor: 
     if image is None:
         for name, value in (("mask_image", mask), ("strength", strength)):
             if value is not None:
-                raise ValueError(f"{name} says what to do with an image, and none is given: pass image")
+                raise ValueError(f"{name} says what to do with an image, and none is given")
         return None
     usual = DEFAULT_VARIATION_STRENGTH if mask is None else DEFAULT_INPAINT_STRENGTH
     share = usual if strength is None else parse_float(strength)

@@ -103,6 +103,15 @@ class Verb(TyperCommand):
     """
 
     def invoke(self, ctx: Any) -> Any:
+        try:
+            self._check(ctx)
+            return super().invoke(ctx)
+        except (ValueError, TypeError, OSError) as error:  # whose messages begin with the name of an argument
+            options = {each[2:].replace("-", "_"): each for option in self.params for each in option.opts if each[:2] == "--"}
+            error.args = (re.sub(r"^(\w+)(\[0])?", lambda found: options.get(found[1], found[0]), str(error)),)
+            raise
+
+    def _check(self, ctx: Any) -> None:
         for name, value in ctx.params.items():
             if name in OPTIONS and value is not None:
                 OPTIONS[name].range.check(name, value)
@@ -112,7 +121,6 @@ class Verb(TyperCommand):
                 ctx.params[name] = [expand_user(each, name) if isinstance(each, Path) else each for each in value]
         methods = split_specs(ctx.params.get("methods") or [])
         check_names(ctx.params.get("model"), [*methods, *chosen(ctx, "accelerator").values()])
-        return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -360,8 +368,8 @@ def check_outputs(
         params: of the command; its paths are inputs, and `as_json` is an output. outputs: by option.
         run: folder of a run that need not exist.
     """
-    inputs = {name: path for name, path in params.items() if isinstance(path, Path) and path != run and name not in outputs}
-    read = {path.resolve(): f"{name} {str(path)!r}" for name, path in inputs.items()}
+    inputs = [path for name, path in params.items() if isinstance(path, Path) and path != run and name not in outputs]
+    read = {path.resolve(): f"the input {str(path)!r}" for path in inputs}
     model = params.get("model")
     for folder in map(Path, model if isinstance(model, list) else [model or ""]):
         files = itertools.chain(folder.glob("*.json"), folder.glob("*/*.json"))
