@@ -27,7 +27,7 @@ from vargen import __version__
 from vargen.pipelines import validation
 from vargen.serving.engine import GenerationThread
 from vargen.serving.tasks import Generated, QueueFullError, ServiceClosedError, TaskHandle, TaskLostError
-from vargen.values import MAX_SEED, short_repr
+from vargen.values import MAX_SEED, describe_invalid, short_repr
 
 logger = logging.getLogger("vargen")
 
@@ -161,12 +161,12 @@ def _describe_invalid_body(found: Mapping[str, Any]) -> APIError:
     ]
     if found["type"] == "json_invalid" or not place:
         return APIError(400, "The body must be a JSON object in UTF-8.", "invalid_json")
-    name, message = place[0][:80], found["msg"]
+    name = place[0][:80]
     if found["type"] == "missing":
         return refuse(name, "is missing", "missing_required_parameter")
     if found["type"] == "extra_forbidden":
         return refuse(name, "is no field of this request", "unknown_parameter")
-    return refuse(name, f"is not valid: {message[0].lower()}{message[1:]}, got {short_repr(found.get('input'))}")
+    return refuse(name, describe_invalid(found))
 
 
 def add_error_handlers(app: FastAPI) -> None:
