@@ -368,7 +368,8 @@ def check_outputs(
         params: of the command; its paths are inputs, and `as_json` is an output. outputs: by option.
         run: folder of a run that need not exist.
     """
-    inputs = [path for name, path in params.items() if isinstance(path, Path) and path != run and name not in outputs]
+    given = ((value if isinstance(value, list) else [value]) for name, value in params.items() if name not in outputs)
+    inputs = [path for path in itertools.chain(*given) if isinstance(path, Path) and path != run]
     read = {path.resolve(): f"the input {str(path)!r}" for path in inputs}
     model = params.get("model")
     for folder in map(Path, model if isinstance(model, list) else [model or ""]):
