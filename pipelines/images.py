@@ -201,11 +201,17 @@ def _mask(mask: Any, images: int, side: int) -> Tensor:
         raise ValueError(f"mask_image must be {side}x{side} pixels, as the image is, got {found}")
     if len(areas) not in (1, images):
         raise ValueError(f"mask_image must be one, or one for each of {images} images, got {len(areas)}")
-    area = torch.stack(areas)
-    for chosen, extent in ((area, "the whole image"), (~area, "nothing")):
-        if chosen.flatten(1).all(1).any():
-            logger.warning("mask_image regenerates %s; white or transparent pixels are regenerated, others are kept", extent)
-    return area
+    for each, area in zip(mask if isinstance(mask, list | tuple) else [mask] * len(areas), areas, strict=True):
+        if area.all() or not area.any():
+            name, extent = _name_mask(each), "the whole image" if area.all() else "nothing"
+            logger.warning("%s regenerates %s; white or transparent pixels are regenerated, others are kept", name, extent)
+    return torch.stack(areas)
+
+
+def _name_mask(mask: Any) -> str:
+    """Return the argument, with the file that an image comes from."""
+    file = getattr(mask, "filename", "")
+    return f"mask_image {short_repr(str(file))}" if file else "mask_image"
 
 
 def read_mask(image: Image.Image) -> np.ndarray:
@@ -215,12 +221,12 @@ def read_mask(image: Image.Image) -> np.ndarray:
     the brightest channel is at least half of the largest value: 1 if no pixel has more, else 255, or 65535 in modes of more
     bits.
     """
-    image = apply_orientation(image)
+    name, image = _name_mask(image), apply_orientation(image)
     if image.has_transparency_data:
         layer = np.asarray(image.convert("RGBA"))
         opaque = _at_least_half(layer[..., 3])
         if opaque.any() and not opaque.all() and (layer[opaque, :3] == 255).all():
-            logger.warning("mask_image is white on transparent: its transparent area is regenerated, and the white one is kept")
+            logger.warning("%s is white on transparent: its transparent area is regenerated, and the white one is kept", name)
         if not opaque.all():
             return ~opaque
     values = np.asarray(image if image.mode.startswith(("1", "I", "F")) else image.convert("RGB"))

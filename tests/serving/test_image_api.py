@@ -357,7 +357,7 @@ def test_ordinary_clients_are_served(card: ModelCard, generation: GenerationThre
         assert post(address, b'{"prompt": "a dog"}', Origin="https://example.com")[0] == 403
 
 
-def test_images_are_inpainted_where_the_mask_is_transparent(scale_pipe: Any) -> None:
+def test_images_are_inpainted_where_the_mask_is_transparent(scale_pipe: Any, caplog: pytest.LogCaptureFixture) -> None:
     side = scale_pipe.image_size
     source = Image.new("RGB", (side, side), (200, 30, 30))
     mask = Image.new("RGBA", (side, side), (0, 0, 0, 255))
@@ -374,5 +374,7 @@ def test_images_are_inpainted_where_the_mask_is_transparent(scale_pipe: Any) -> 
         with pytest.raises(openai.BadRequestError) as failed:
             client.images.edit(image=b"no image", mask=files[1], prompt="1")
         assert failed.value.param == "image"
+        client.images.edit(image=files[0], mask=("whole.png", files[0].getvalue()), prompt="1")
+        assert "mask_image 'whole.png' regenerates the whole image" in caplog.text
     options = {"image": source, "mask_image": mask, "generator": torch.Generator().manual_seed(3)}
     assert decode(item.b64_json).tobytes() == scale_pipe(class_labels=1, **options).images[0].tobytes()

@@ -287,7 +287,9 @@ def read_source(path: Path, name: str, keep_alpha: bool = False) -> Any:
         name: the option that gave the path. keep_alpha: keep the mode of the file, in which a mask may be transparent.
     """
     with open_image(path, name) as opened:
-        return apply_orientation(opened).copy() if keep_alpha else on_white(opened)
+        image: Any = apply_orientation(opened).copy() if keep_alpha else on_white(opened)
+    image.filename = str(path)  # for warnings
+    return image
 
 
 # -- outputs -----------------------------------------------------------------------------------------------------------
