@@ -200,7 +200,7 @@ def _mask(mask: Any, images: int, side: int) -> Tensor:
         found = f"{other[0].shape[-1]}x{other[0].shape[-2]}"
         raise ValueError(f"mask_image must be {side}x{side} pixels, as the image is, got {found}")
     if len(areas) not in (1, images):
-        raise ValueError(f"mask_image must be one, or one for each of {images} images, got {len(areas)}")
+        raise ValueError(f"mask_image must be one, or one per image, got {len(areas)} for {images}")
     for each, area in zip(mask if isinstance(mask, list | tuple) else [mask] * len(areas), areas, strict=True):
         if area.all() or not area.any():
             name, extent = _name_mask(each), "the whole image" if area.all() else "nothing"

@@ -193,7 +193,7 @@ def describe_place(device: torch.device) -> str:
 
 def summarize_machine(machine: dict[str, Any], device: torch.device, dtype: torch.dtype) -> str:
     """Return one line for the head of a table."""
-    place = f"{machine['cpu']}, {machine['threads']} CPU threads"
+    place = f"{machine['cpu']}, CPU threads: {machine['threads']}"
     if device.type == "cuda":
         place = machine["gpus"][device.index or 0]["name"]
     return f"{place}, {str(dtype).removeprefix('torch.')}, torch {machine['torch']}"
