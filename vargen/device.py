@@ -139,8 +139,8 @@ def select_device(name: str | torch.device) -> torch.device:
     except (RuntimeError, TypeError):
         raise ValueError(f"device must be auto, cpu, cuda or another device of torch, got {short_repr(name)}") from None
     if device.type == "cuda" and not 0 <= (device.index or 0) < gpus:  # torch wraps large indices to negative ones
-        allowed = f"cpu, auto or one of the {gpus} GPUs that torch sees" if gpus else "cpu or auto, as torch sees no GPU"
-        raise ValueError(f"device must be {allowed}, got {str(device)!r}")
+        there = ", ".join(["auto", "cpu", *(f"cuda:{number}" for number in range(gpus))])
+        raise ValueError(f"device must be one that torch sees ({there}), got {str(device)!r}")
     return device
 
 

@@ -212,6 +212,14 @@ def test_what_is_no_path_and_no_number_of_an_image_is_named(text_pipe: Any, tmp_
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("options", [("cuda:99",), (torch.device("cuda:99"), torch.float32), {"device": "gpu"}])
+def test_a_pipeline_is_moved_to_a_device_that_is_there(pipes: Any, options: Any) -> None:
+    for name in ("classes", "janus"):
+        move = pipes(name).to
+        rejects(lambda move=move: move(**options) if isinstance(options, dict) else move(*options), "device", ValueError)
+        assert move("auto") is move("cpu", torch.float32)
+
+
 def test_a_scorer_is_checked_where_the_method_scores_nothing(video_model: Path) -> None:
     pipe = open_pipeline(video_model)
     rejects(lambda: pipe.stream("a cat", accelerator="target", scorer="nope", image=False), "scorer", ValueError)
