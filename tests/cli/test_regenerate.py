@@ -71,7 +71,7 @@ def test_what_differs_is_named(run: Any, text_model: Path, scale_model: Path) ->
         (None, "carries no vargen parameters"),
         ({"prompt": "a", "seed": 1, "model": "mine"}, "give it with --model"),
         ({"prompt": "a", "seed": "x", "model": "emoji"}, "seed"),
-        ({"prompt": "a", "seed": 1, "model": "emoji", "mask": "m.png"}, "generated from another one"),
+        ({"prompt": "a", "seed": 1, "model": "emoji", "image": "i.png", "mask": True}, "'i.png' and a mask, which"),
     ],
 )
 def test_what_cannot_be_generated_again_is_reported(run: Any, parameters: Any, message: str) -> None:
