@@ -78,7 +78,7 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         (f"-o {'x' * 220}.png", "output"), ("-o text.png/a.png", "output"), ("-n 2 -o taken.png", "output"),
         ("-o /proc/a.png", "output"), ("--contact-sheet a.exe", "contact_sheet"), ("-o ~nosuchuser/x.png", "output"),
         ("--seed 1 --contact-sheet a-1.png", "contact_sheet"), ("--model /no/such/folder", "model"),
-        ("--model empty", "model"), ("--model DAMAGED", "damaged"), ("--image cat.png", "image"), ("--tau 1", "tau"),
+        ("--model empty", "model"), ("--model DAMAGED", "damaged"), ("--image cat.png", "emoji-var"), ("--tau 1", "tau"),
         ("--num-blocks 2", "num_blocks"), ("--unknown-option", "unknown_option"), ("- -", "standard input"),
     ],
     "generate --model CLASS": [

@@ -42,7 +42,7 @@ BAD: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "texts": [
         *((name, {**CAT, **options}) for name, options in OF_IMAGES + OF_TOKENS),
-        ("prompt", {}), ("class_labels", {"class_labels": 3}), ("image", {**CAT, "image": IMAGE}),
+        ("prompt", {}), ("class_labels", {"class_labels": 3}), ("emoji-var", {**CAT, "image": IMAGE}),
         *(("prompt_embeds", {"prompt_embeds": value}) for value in (
             torch.zeros(1, 5, 32), [[0.0]], EMBEDS[:0], EMBEDS.long(), EMBEDS + math.nan)),
         *(("prompt_mask", {"prompt_embeds": EMBEDS, "prompt_mask": value}) for value in (

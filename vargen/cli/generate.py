@@ -181,7 +181,7 @@ def _image_arguments(ctx: typer.Context, model: VisualPipeline, place: Any) -> d
         classes = f"classes: give --class-label 0 to {model.num_classes - 1} instead of a prompt"
         raise ValueError(f"this model generates {'from text: give a prompt, no --class-label' if by_class else classes}")
     if given and model.image_size is None:
-        raise ValueError(f"{min(given)} must be left out: only next-scale models start from an image")
+        raise ValueError(f"{min(given)} must be left out: only next-scale models, such as emoji-var, start from an image")
     for name in given.keys() - {"strength"}:
         given[name] = common.read_source(given[name], name, keep_alpha=name == "mask_image")
     if given:
