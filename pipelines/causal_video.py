@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
@@ -181,7 +182,11 @@ class CausalVideoPipeline(VisualPipeline):
             raise ValueError(f"accelerator {method.name!r} scores drafts with the prompt: give prompt, not prompt_embeds")
         frame_scorer = self.resolve_frame_scorer(scorer) if method.policy.needs_scores or scorer is not None else None
         seeds = resolve_seeds(generator, 1)
+        if isinstance(image, str):
+            image = self.named_image_pipe(image)
+        started = time.perf_counter()
         start = encode_start_image(self, image, prompt, seeds.seeds[0])
+        seconds = time.perf_counter() - started
         stream = BlockStream(
             self.decoding_model(settings, motion, bool(start)),
             condition,
@@ -196,7 +201,7 @@ class CausalVideoPipeline(VisualPipeline):
             profile=profile,
             router=self._bind_router(method),
         )
-        stream.stats.seed = seeds.seeds[0]
+        stream.stats.seed, stream.stats.seconds = seeds.seeds[0], seconds if start else 0.0
         return stream
 
     @torch.no_grad()

@@ -156,7 +156,8 @@ class ImagePipeline(VisualPipeline):
         own = {"image": image, "mask_image": mask_image, "strength": strength, "guidance_interval": guidance_interval}
         for name, value in {**own, "return_log_probs": return_log_probs or None}.items():
             if value is not None and name not in self.own_arguments:
-                raise TypeError(f"{name} must be left out: calls of a {type(self).__name__} have no such argument")
+                other = "emoji" if name in NextTokenPipeline.own_arguments else "emoji-var"
+                raise TypeError(f"{name} must be left out: a {type(self).__name__} cannot take it; {other} can")
         scorer = self.check_inputs(
             output_type, callback_on_step_end, callback_on_step_end_tensor_inputs, num_candidates, scorer, batch_size
         )

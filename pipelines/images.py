@@ -173,7 +173,7 @@ def validate_source(image: Any, mask: Any, strength: Any, side: int, processor: 
     if image is None:
         for name, value in (("mask_image", mask), ("strength", strength)):
             if value is not None:
-                raise ValueError(f"{name} says what to do with an image, and none is given: pass image")
+                raise ValueError(f"{name} says what to do with an image, and none is given")
         return None
     usual = DEFAULT_VARIATION_STRENGTH if mask is None else DEFAULT_INPAINT_STRENGTH
     share = usual if strength is None else parse_float(strength)
@@ -200,12 +200,18 @@ def _mask(mask: Any, images: int, side: int) -> Tensor:
         found = f"{other[0].shape[-1]}x{other[0].shape[-2]}"
         raise ValueError(f"mask_image must be {side}x{side} pixels, as the image is, got {found}")
     if len(areas) not in (1, images):
-        raise ValueError(f"mask_image must be one, or one for each of {images} images, got {len(areas)}")
-    area = torch.stack(areas)
-    for chosen, extent in ((area, "the whole image"), (~area, "nothing")):
-        if chosen.flatten(1).all(1).any():
-            logger.warning("mask_image regenerates %s; white or transparent pixels are regenerated, others are kept", extent)
-    return area
+        raise ValueError(f"mask_image must be one, or one per image, got {len(areas)} for {images}")
+    for each, area in zip(mask if isinstance(mask, list | tuple) else [mask] * len(areas), areas, strict=True):
+        if area.all() or not area.any():
+            name, extent = _name_mask(each), "the whole image" if area.all() else "nothing"
+            logger.warning("%s regenerates %s; white or transparent pixels are regenerated, others are kept", name, extent)
+    return torch.stack(areas)
+
+
+def _name_mask(mask: Any) -> str:
+    """Return the argument, with the file that an image comes from."""
+    file = getattr(mask, "filename", "")
+    return f"mask_image {short_repr(str(file))}" if file else "mask_image"
 
 
 def read_mask(image: Image.Image) -> np.ndarray:
@@ -215,12 +221,12 @@ def read_mask(image: Image.Image) -> np.ndarray:
     the brightest channel is at least half of the largest value: 1 if no pixel has more, else 255, or 65535 in modes of more
     bits.
     """
-    image = apply_orientation(image)
+    name, image = _name_mask(image), apply_orientation(image)
     if image.has_transparency_data:
         layer = np.asarray(image.convert("RGBA"))
         opaque = _at_least_half(layer[..., 3])
         if opaque.any() and not opaque.all() and (layer[opaque, :3] == 255).all():
-            logger.warning("mask_image is white on transparent: its transparent area is regenerated, and the white one is kept")
+            logger.warning("%s is white on transparent: its transparent area is regenerated, and the white one is kept", name)
         if not opaque.all():
             return ~opaque
     values = np.asarray(image if image.mode.startswith(("1", "I", "F")) else image.convert("RGB"))

@@ -183,7 +183,7 @@ class LanguageModelPipeline(NextTokenPipeline):
         if not validation.is_blank(negative_prompt):
             negative = validation.validate_prompts(negative_prompt, "negative_prompt")
             if len(negative) not in (1, len(prompts)):
-                raise ValueError(f"negative_prompt must be one, or one for each of {len(prompts)} prompts, got {len(negative)}")
+                raise ValueError(f"negative_prompt must be one, or one per prompt, got {len(negative)} for {len(prompts)}")
             blank = negative * (len(prompts) // len(negative))
         with report_panics("prompt cannot be read by this model's tokenizer, which is damaged"):
             found = self.language_model.encode_prompts(self.processor, prompts, blank)

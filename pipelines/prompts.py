@@ -60,7 +60,7 @@ def describe_unread_text(tokenizer: Any, prompt: str, rows: int, english: bool =
         count = f"{lost} of the {len(ids)} tokens of the prompt"
         reasons.append(f"the text encoder cannot read {count}: English is what the model reads")
     if length > rows:
-        count = f"the prompt has {length} tokens and the model reads {rows}: the last {length - rows} are ignored"
+        count = f"the prompt has {length} tokens and the model reads {rows}: the rest is ignored"
         reasons.append(f"{count}. It was cut after {kept[-60:]!r}")
     return reasons
 
@@ -159,7 +159,7 @@ def encode_condition(
         return condition, count
     other = features[1] or Condition(None, *pipe.encode_prompt(negative_prompt, clean_prompt))
     if len(other) not in (1, count):
-        raise ValueError(f"negative_prompt must be one, or one for each of {count} prompts; got {len(other)}")
+        raise ValueError(f"negative_prompt must be one, or one per prompt, got {len(other)} for {count}")
     return replace(condition, negative=other.repeat(count // len(other))), count
 
 

@@ -18,13 +18,14 @@ from vargen.compat import installed_version
 from vargen.decoding import DecodeStats, resolve_method
 from vargen.image_metadata import model_digest, pixels_digest, tokens_digest
 from vargen.pipelines.validation import is_blank
+from vargen.values import short_repr
 
 if TYPE_CHECKING:
     from vargen.pipelines.base import VisualPipeline
     from vargen.pipelines.generation import ImageRequest
 
 _SAMPLING = ("guidance_scale", "temperature", "top_k", "top_p")
-_SOURCES = ("image", "mask", "strength")
+_SOURCES = {"image": "an image", "mask": "a mask"}
 _UNKNOWN = ("prompt_embeds", "negative_prompt_embeds", "stopped", "method")  # of calls that parameters do not describe
 
 
@@ -166,8 +167,9 @@ def describe_seed(stats: DecodeStats, number: int) -> dict[str, Any]:
 
 def validate_regenerable(parameters: Mapping[str, Any]) -> None:
     """Raise ValueError if parameters cannot be generated from alone."""
-    if found := [name for name in _SOURCES if parameters.get(name) is not None]:
-        raise ValueError(f"the image was generated from another one ({', '.join(found)}), which its parameters do not contain")
+    given = {what: parameters[name] for name, what in _SOURCES.items() if parameters.get(name)}
+    if found := [f"{what} {short_repr(file)}" if isinstance(file, str) else what for what, file in given.items()]:
+        raise ValueError(f"the image was generated from {' and '.join(found)}, which its parameters do not contain")
     if found := [name for name in _UNKNOWN if parameters.get(name)]:
         raise ValueError(f"the image was generated with {', '.join(found)}, which its parameters do not contain")
     seed = parameters.get("seed")

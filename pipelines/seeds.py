@@ -41,7 +41,7 @@ def resolve_seeds(generator: Any, images: int) -> ImageSeeds:
     unused generator contributes its initial seed; from one that has produced numbers already, a new 32-bit seed is sampled.
     """
     if isinstance(generator, list | tuple) and len(generator) != images:
-        raise ValueError(f"generator is a list of {len(generator)} for {images} images (prompts x num_images_per_prompt)")
+        raise ValueError(f"generator must be one, or one per image of all prompts, got {len(generator)} for {images}")
     sources = list(generator) if isinstance(generator, list | tuple) else [generator] * images
     sources = [torch.default_generator if source is None else source for source in sources]
     seeds, noise = [], []

@@ -67,7 +67,7 @@ def encode_start_image(pipe: CausalVideoPipeline, image: Any, prompt: str | None
     If the prompt asks for one of the model's motions, the image is shrunk by the model's `image_scale`, with white around it.
 
     Args:
-        image: as preprocessed by `preprocess_images`; or a pipeline that generates it with `seed`, or the name of its model.
+        image: as preprocessed by `preprocess_images`; or a pipeline that generates it with `seed`.
         prompt: of the video.
     """
     settings, geometry = pipe.settings, pipe.transformer.geometry
@@ -75,8 +75,6 @@ def encode_start_image(pipe: CausalVideoPipeline, image: Any, prompt: str | None
         return []
     if not settings.image:
         raise ValueError("image must be left out: this model was not trained to start from one frame")
-    if isinstance(image, str):
-        image = pipe.named_image_pipe(image)
     still = None if prompt is None else remove_motion(prompt, settings.motions)
     if isinstance(image, VisualPipeline):
         if prompt is None:

@@ -11,6 +11,7 @@ from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
 
 from vargen.compat import without_autocast
+from vargen.device import select_device
 from vargen.files import atomic_merge, expand_user
 from vargen.folders.tokenizers import TokenizerFolder
 from vargen.models.storage import find_device, is_offloaded, load_network, require_weights
@@ -203,7 +204,14 @@ class StoredPipeline(DiffusionPipeline):
             require_weights(network, action, name)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """As in diffusers; refused while weights are offloaded layer by layer, as hooks would undo it."""
+        """As in diffusers; refused while weights are offloaded layer by layer, as hooks would undo it.
+
+        Raises ValueError for a device that is not there; `"auto"` selects a GPU if there is one.
+        """
+
+        def select(value: Any) -> Any:
+            return select_device(value) if isinstance(value, str | torch.device) else value
+
         self._require_weights("moved or cast")
-        moved: Self = super().to(*args, **kwargs)
+        moved: Self = super().to(*map(select, args), **{name: select(value) for name, value in kwargs.items()})
         return moved

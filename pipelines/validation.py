@@ -75,8 +75,8 @@ def validate_num_images(num_images_per_prompt: Any, prompts: int, candidates: in
     """Return the count; ValueError if it is below 1 or the call has over `MAX_IMAGES` images."""
     count = require_int("num_images_per_prompt", num_images_per_prompt, 1)
     if count * prompts * candidates > MAX_IMAGES:
-        found = f"{prompts} prompts x {short_repr(count)}" + (f" x {candidates} candidates" if candidates > 1 else "")
-        raise ValueError(f"one call generates at most {MAX_IMAGES} images, got {found}; split the call")
+        found = f"{prompts} x {short_repr(count)} x {candidates}"
+        raise ValueError(f"one call generates at most {MAX_IMAGES} images (prompts x images x candidates), got {found}")
     return count
 
 

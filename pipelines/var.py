@@ -77,7 +77,7 @@ class VARPipeline(ImagePipeline):
 
     def _encode_source(self, source: InpaintSource, num_prompts: int, images: int) -> FixedTokens:
         if len(source.pixels) not in (1, num_prompts):
-            raise ValueError(f"image must be one, or one for each of {num_prompts} prompts, got {len(source.pixels)}")
+            raise ValueError(f"image must be one, or one per prompt, got {len(source.pixels)} for {num_prompts}")
 
         def per_image(part: Tensor) -> Tensor:
             return part.expand(num_prompts, *part.shape[1:]).repeat_interleave(images // num_prompts, dim=0)

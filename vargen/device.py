@@ -139,8 +139,8 @@ def select_device(name: str | torch.device) -> torch.device:
     except (RuntimeError, TypeError):
         raise ValueError(f"device must be auto, cpu, cuda or another device of torch, got {short_repr(name)}") from None
     if device.type == "cuda" and not 0 <= (device.index or 0) < gpus:  # torch wraps large indices to negative ones
-        allowed = f"cpu, auto or one of the {gpus} GPUs that torch sees" if gpus else "cpu or auto, as torch sees no GPU"
-        raise ValueError(f"device must be {allowed}, got {str(device)!r}")
+        there = ", ".join(["auto", "cpu", *(f"cuda:{number}" for number in range(gpus))])
+        raise ValueError(f"device must be one that torch sees ({there}), got {str(device)!r}")
     return device
 
 
@@ -193,7 +193,7 @@ def describe_place(device: torch.device) -> str:
 
 def summarize_machine(machine: dict[str, Any], device: torch.device, dtype: torch.dtype) -> str:
     """Return one line for the head of a table."""
-    place = f"{machine['cpu']}, {machine['threads']} CPU threads"
+    place = f"{machine['cpu']}, CPU threads: {machine['threads']}"
     if device.type == "cuda":
         place = machine["gpus"][device.index or 0]["name"]
     return f"{place}, {str(dtype).removeprefix('torch.')}, torch {machine['torch']}"

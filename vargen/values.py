@@ -8,12 +8,20 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 MAX_SEED = 2**63 - 1
 _LONGEST = 100  # maximum length of a quoted value, in characters
+_PYDANTIC = {
+    "^(Input|String) should": "must",
+    "^Value error, .* is not one of": "must be one of",
+    "^Value error, Expected UploadFile.*": "must be a file",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+}
 
 
 def parse_float(value: Any) -> float | None:
@@ -57,6 +65,14 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, KeyError):
         text = f"{text} is missing or not known"
     return text if len(text) <= 300 else f"{text[:296]} ..."
+
+
+def describe_invalid(found: Mapping[str, Any]) -> str:
+    """Return an error of pydantic, one of `errors()`, as "must be at least 0, got -1"."""
+    text = found["msg"].partition(", unable")[0].rstrip(".")
+    for theirs, own in _PYDANTIC.items():
+        text = re.sub(theirs, own, text)
+    return f"{text}, got {short_repr(found.get('input'))}"
 
 
 def suggest_names(name: str, names: Iterable[str]) -> str:

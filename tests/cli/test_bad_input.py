@@ -57,6 +57,7 @@ def refused(run: Any, models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -
         assert last.lower().startswith("error: ") and "Traceback" not in result.stderr, result.stderr
         assert named in last.replace("-", "_") or named in last, last
         assert len(last) < 400 and last.isprintable()
+        assert not re.match(r"error: (\w*_|Invalid value)", last), "neither Python's name of an option nor pydantic's words"
         assert {path: path.read_bytes() if path.is_file() else b"" for path in Path().rglob("*")} == before
 
     return check
@@ -77,7 +78,7 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         (f"-o {'x' * 220}.png", "output"), ("-o text.png/a.png", "output"), ("-n 2 -o taken.png", "output"),
         ("-o /proc/a.png", "output"), ("--contact-sheet a.exe", "contact_sheet"), ("-o ~nosuchuser/x.png", "output"),
         ("--seed 1 --contact-sheet a-1.png", "contact_sheet"), ("--model /no/such/folder", "model"),
-        ("--model empty", "model"), ("--model DAMAGED", "damaged"), ("--image cat.png", "image"), ("--tau 1", "tau"),
+        ("--model empty", "model"), ("--model DAMAGED", "damaged"), ("--image cat.png", "emoji-var"), ("--tau 1", "tau"),
         ("--num-blocks 2", "num_blocks"), ("--unknown-option", "unknown_option"), ("- -", "standard input"),
     ],
     "generate --model CLASS": [
@@ -216,9 +217,9 @@ def test_an_address_that_cannot_be_used_is_named(run: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = run("serve", "--port", port)
-    assert result.exit_code != 0 and str(port) in result.stderr and "Traceback" not in result.stderr
+    assert result.exit_code == 2 and f"error: --port {port} of host '127.0.0.1' is taken" in result.stderr
     result = run("serve", "--host", "192.0.2.1", "--port", "0")  # of no machine
-    assert result.exit_code != 0 and "192.0.2.1" in result.stderr and "Traceback" not in result.stderr
+    assert result.exit_code == 2 and "192.0.2.1" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_a_key_that_no_header_can_hold_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def test_files_of_benchmarks_give_prompts_and_exports(run: Any, text_model: Path
     assert refused.exit_code == 2 and "export geneval" in refused.stderr and not Path("three").exists()
     Path("bad.jsonl").write_text('{"tag": "colors"}\n')
     bad = run(*words, "-o", "four", "--prompt-file", "bad.jsonl")
-    assert bad.exit_code == 2 and "prompt_file" in bad.stderr and not Path("four").exists()
+    assert bad.exit_code == 2 and "--prompt-file" in bad.stderr and not Path("four").exists()
 
 
 def test_shards_generate_apart_and_are_scored_together(run: Any, class_model: Path) -> None:

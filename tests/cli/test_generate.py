@@ -114,7 +114,7 @@ def test_a_long_prompt_is_cut_and_the_user_is_warned_once(run: Any, text_model: 
     result = run("generate", prompt, "-n", 3, "--batch-size", 2, "--model", text_model, "--seed", 1)
     assert result.exit_code == 0, result.output
     assert result.stderr.count("warning: the prompt has") == 1
-    assert "the model reads 16" in result.stderr and "are ignored" in result.stderr
+    assert "the model reads 16" in result.stderr and "is ignored" in result.stderr
     assert result.stdout.split()[0] == "a-red-apple-on-a-table-a-red-apple-on-a-1.png"
 
 

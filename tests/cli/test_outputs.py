@@ -98,8 +98,9 @@ def test_one_file_by_two_names_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         one, other = (OutputFile(Path(name)) for name in (first, second))
         with pytest.raises(ValueError, match="sheet"):
             check_outputs({}, {"output": [one], "other": [None], "sheet": [other]})
-        with pytest.raises(ValueError, match="prompt_file"):
-            check_outputs({"image": None, "prompt_file": Path(second)}, {"output": [one]})
+        for given in (Path(second), [Path(second)]):
+            with pytest.raises(ValueError, match="overwrite the input"):
+                check_outputs({"image": None, "images": given}, {"output": [one]})
     apart = {"output": ["a.png", "b.png"], "sheet": ["folder/a.png"], "other": ["a.json"]}
     check_outputs({"prompt_file": there}, {name: [OutputFile(Path(file)) for file in files] for name, files in apart.items()})
 

@@ -21,7 +21,7 @@ def test_the_same_image_comes_back(run: Any, text_model: Path, method: str, opti
     assert run("generate", "a cat", *words).exit_code == 0
     result = run("regenerate", "all-2.png", "--model", text_model, "-o", "again.png")
     assert result.exit_code == 0, result.output
-    assert result.stdout == "The same image: its tokens and pixels are identical.\n"
+    assert result.stdout == "all-2.png: The same image: its tokens and pixels are identical.\n"
     with Image.open("all-2.png") as one, Image.open("again.png") as other:
         assert one.tobytes() == other.tobytes()
 
@@ -29,7 +29,7 @@ def test_the_same_image_comes_back(run: Any, text_model: Path, method: str, opti
 def test_a_class_and_its_label_come_back(run: Any, class_model: Path) -> None:
     assert run("generate", "--class-label", "goldfish", "--model", class_model, "--seed", 3, "-o", "a.png").exit_code == 0
     found = run("regenerate", "a.png", "--model", class_model, "--json")
-    assert found.exit_code == 0 and json.loads(found.stdout)["same_pixels"] is True
+    assert found.exit_code == 0 and json.loads(found.stdout)["images"][0]["same_pixels"] is True
 
 
 def test_an_image_of_a_quantized_model_names_its_format(run: Any, text_model: Path) -> None:
@@ -58,8 +58,11 @@ def test_what_differs_is_named(run: Any, text_model: Path, scale_model: Path) ->
         changed = {**read_parameters("a.png"), "seed": 8, "model_digest": "0" * 16, "processor": "cpu other"}
         opened.save("b.png", pnginfo=png_chunks(changed))
     result = run("regenerate", "b.png", "--model", text_model)
-    assert result.exit_code == 1 and result.stdout.startswith("Another image.")
+    assert result.exit_code == 1 and result.stdout.startswith("b.png: Another image.")
     assert "weights of the model" in result.stdout and "processor, whose float32 sums round differently" in result.stdout
+    both = run("regenerate", "b.png", "a.png", "--model", text_model, "-o", "new/")
+    assert both.exit_code == 1 and both.stdout.startswith(result.stdout + "a.png: The same image")
+    assert sorted(path.name for path in Path("new").iterdir()) == ["a-regenerated.png", "b-regenerated.png"]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +71,7 @@ def test_what_differs_is_named(run: Any, text_model: Path, scale_model: Path) ->
         (None, "carries no vargen parameters"),
         ({"prompt": "a", "seed": 1, "model": "mine"}, "give it with --model"),
         ({"prompt": "a", "seed": "x", "model": "emoji"}, "seed"),
-        ({"prompt": "a", "seed": 1, "model": "emoji", "mask": "m.png"}, "generated from another one"),
+        ({"prompt": "a", "seed": 1, "model": "emoji", "image": "i.png", "mask": True}, "'i.png' and a mask, which"),
     ],
 )
 def test_what_cannot_be_generated_again_is_reported(run: Any, parameters: Any, message: str) -> None:

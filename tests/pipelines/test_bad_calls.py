@@ -42,7 +42,7 @@ BAD: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "texts": [
         *((name, {**CAT, **options}) for name, options in OF_IMAGES + OF_TOKENS),
-        ("prompt", {}), ("class_labels", {"class_labels": 3}), ("image", {**CAT, "image": IMAGE}),
+        ("prompt", {}), ("class_labels", {"class_labels": 3}), ("emoji-var", {**CAT, "image": IMAGE}),
         *(("prompt_embeds", {"prompt_embeds": value}) for value in (
             torch.zeros(1, 5, 32), [[0.0]], EMBEDS[:0], EMBEDS.long(), EMBEDS + math.nan)),
         *(("prompt_mask", {"prompt_embeds": EMBEDS, "prompt_mask": value}) for value in (
@@ -210,6 +210,14 @@ def test_what_is_no_path_and_no_number_of_an_image_is_named(text_pipe: Any, tmp_
     rejects(lambda: result.save(tmp_path / "a.png", 1), "number", ValueError)
     rejects(lambda: result.parameters(-1), "number", ValueError)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [("cuda:99",), (torch.device("cuda:99"), torch.float32), {"device": "gpu"}])
+def test_a_pipeline_is_moved_to_a_device_that_is_there(pipes: Any, options: Any) -> None:
+    for name in ("classes", "janus"):
+        move = pipes(name).to
+        rejects(lambda move=move: move(**options) if isinstance(options, dict) else move(*options), "device", ValueError)
+        assert move("auto") is move("cpu", torch.float32)
 
 
 def test_a_scorer_is_checked_where_the_method_scores_nothing(video_model: Path) -> None:

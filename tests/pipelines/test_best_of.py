@@ -68,7 +68,7 @@ def test_classes_are_scored_by_name(class_pipe: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_candidates": 2, "scorer": lambda images, prompts: [1.0]}, ValueError, "must give 2 numbers"),
+        ({"num_candidates": 2, "scorer": lambda images, prompts: [1.0]}, ValueError, "must give [2]"),
         ({"scorer": lambda images, prompts: [float("nan")]}, NonFiniteScoreError, "gave nan"),
     ],
 )

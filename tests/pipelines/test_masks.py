@@ -95,6 +95,15 @@ def test_a_file_is_read_as_the_image_that_it_holds(name: str, tmp_path: Path) ->
     assert (read_mask(mask) == AREA).all() and read_source(tmp_path / "image.png", "image").mode == "RGB"
 
 
+def test_a_warning_names_the_file_of_the_mask(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.new("L", (SIDE, SIDE), 0).save("black.png")
+    validate_source(noise(), read_source(Path("black.png"), "mask_image", keep_alpha=True), None, SIDE, processor())
+    assert "mask_image 'black.png' regenerates nothing" in caplog.text
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32, torch.float64])
 def test_arrays_and_tensors_hold_0_and_1(dtype: torch.dtype) -> None:
     values = torch.from_numpy(LEVELS).to(dtype)

@@ -85,6 +85,12 @@ def test_the_image_is_shown_as_long_as_in_training(pipe: CausalVideoPipeline, mo
     assert made.shape[1] == 2 + 2 * pipe.transformer.geometry.block_frames
 
 
+def test_the_seconds_of_a_video_are_those_of_its_image_too(pipe: CausalVideoPipeline) -> None:
+    for image in (Image.new("RGB", (16, 16), "red"), False):
+        stats = pipe("a cat", image=image, num_blocks=1, accelerator="target").stats
+        assert (stats.seconds > sum(block.seconds for block in stats.blocks)) == bool(image)
+
+
 def test_an_image_that_moves_is_shrunk_as_in_training(pipe: CausalVideoPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     red, seen = Image.new("RGB", (16, 16), "red"), []
     decoder: Any = type(pipe.vae)

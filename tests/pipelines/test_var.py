@@ -133,6 +133,15 @@ def test_kept_pixels_are_those_of_the_image(scale_pipe: VARPipeline) -> None:
         assert (pixels[:, :3] == image[:, :3]).all() and (pixels[:, 4:] != image[:, 4:]).any()
 
 
+@pytest.mark.parametrize(("given", "said"), [
+    ({"strength": 0.0}, {"image": True, "strength": 0.0}), ({}, {"image": True, "strength": 0.8}),
+    ({"mask_image": half()}, {"image": True, "mask": True, "strength": 1.0}),
+])  # fmt: skip
+def test_parameters_say_what_an_image_starts_from(scale_pipe: VARPipeline, given: Any, said: Any) -> None:
+    found = scale_pipe(class_labels=3, image=a_image(), **given).parameters()
+    assert {name: found[name] for name in ("image", "mask", "strength") if name in found} == said
+
+
 def test_each_prompt_may_have_its_image_and_mask(texts: VARPipeline) -> None:
     images, masks = [a_image(0), a_image(1)], [half(), half().transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
     options: dict[str, Any] = {"output_type": "latent", "strength": 0.9}

@@ -178,7 +178,7 @@ def test_invalid_fields_are_refused_by_name(address: str, fields: dict[str, Any]
     error = body["error"]
     assert found == status and error["param"] == param and error["type"] == "invalid_request_error"
     assert set(error) == {"message", "type", "param", "code"} and param in error["message"].lower()
-    assert len(error["message"]) < 300
+    assert len(error["message"]) < 300 and "nput should" not in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -208,6 +208,12 @@ def test_unknown_places_answer_in_the_same_shape(address: str, path: str, status
     with pytest.raises(urllib.error.HTTPError) as failed:
         urllib.request.urlopen(request, timeout=30)
     assert failed.value.code == status and json.load(failed.value)["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "other"), [("/v1/images/edits", "'emoji-var'"), ("/v1/videos", "'emoji-video'")])
+def test_what_the_model_cannot_do_names_one_that_can(address: str, path: str, other: str) -> None:
+    status, body = post(address, b'{"prompt": "a dog"}', path)
+    assert status == 404 and "The model 'tiny' cannot" in body["error"]["message"] and other in body["error"]["message"]
 
 
 def test_errors_reveal_nothing_about_the_machine(address: str, text_pipe: Any, caplog: Any) -> None:
@@ -351,7 +357,7 @@ def test_ordinary_clients_are_served(card: ModelCard, generation: GenerationThre
         assert post(address, b'{"prompt": "a dog"}', Origin="https://example.com")[0] == 403
 
 
-def test_images_are_inpainted_where_the_mask_is_transparent(scale_pipe: Any) -> None:
+def test_images_are_inpainted_where_the_mask_is_transparent(scale_pipe: Any, caplog: pytest.LogCaptureFixture) -> None:
     side = scale_pipe.image_size
     source = Image.new("RGB", (side, side), (200, 30, 30))
     mask = Image.new("RGBA", (side, side), (0, 0, 0, 255))
@@ -368,5 +374,7 @@ def test_images_are_inpainted_where_the_mask_is_transparent(scale_pipe: Any) -> 
         with pytest.raises(openai.BadRequestError) as failed:
             client.images.edit(image=b"no image", mask=files[1], prompt="1")
         assert failed.value.param == "image"
+        client.images.edit(image=files[0], mask=("whole.png", files[0].getvalue()), prompt="1")
+        assert "mask_image 'whole.png' regenerates the whole image" in caplog.text
     options = {"image": source, "mask_image": mask, "generator": torch.Generator().manual_seed(3)}
     assert decode(item.b64_json).tobytes() == scale_pipe(class_labels=1, **options).images[0].tobytes()

@@ -134,7 +134,7 @@ def measure_steps(
     transformer, device = network.transformer, network.transformer.device
     if not tokens or not batches or min(*tokens, *batches, rounds) < 1 or max(tokens) > network.pipe.num_tokens:
         raise ValueError(
-            f"tokens must be from 1 to the {network.pipe.num_tokens} of the grid, batch and rounds at least 1; "
+            f"tokens per pass must be from 1 to the {network.pipe.num_tokens} of the grid, batch and rounds at least 1; "
             f"got tokens {list(tokens)}, batch {list(batches)}, rounds {rounds}"
         )
     weight_bytes = network.weight_bytes

@@ -103,6 +103,15 @@ class Verb(TyperCommand):
     """
 
     def invoke(self, ctx: Any) -> Any:
+        try:
+            self._check(ctx)
+            return super().invoke(ctx)
+        except (ValueError, TypeError, OSError) as error:  # whose messages begin with the name of an argument
+            options = {each[2:].replace("-", "_"): each for option in self.params for each in option.opts if each[:2] == "--"}
+            error.args = (re.sub(r"^(\w+)(\[0])?", lambda found: options.get(found[1], found[0]), str(error)),)
+            raise
+
+    def _check(self, ctx: Any) -> None:
         for name, value in ctx.params.items():
             if name in OPTIONS and value is not None:
                 OPTIONS[name].range.check(name, value)
@@ -112,7 +121,6 @@ class Verb(TyperCommand):
                 ctx.params[name] = [expand_user(each, name) if isinstance(each, Path) else each for each in value]
         methods = split_specs(ctx.params.get("methods") or [])
         check_names(ctx.params.get("model"), [*methods, *chosen(ctx, "accelerator").values()])
-        return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -279,7 +287,9 @@ def read_source(path: Path, name: str, keep_alpha: bool = False) -> Any:
         name: the option that gave the path. keep_alpha: keep the mode of the file, in which a mask may be transparent.
     """
     with open_image(path, name) as opened:
-        return apply_orientation(opened).copy() if keep_alpha else on_white(opened)
+        image: Any = apply_orientation(opened).copy() if keep_alpha else on_white(opened)
+    image.filename = str(path)  # for warnings
+    return image
 
 
 # -- outputs -----------------------------------------------------------------------------------------------------------
@@ -360,8 +370,9 @@ def check_outputs(
         params: of the command; its paths are inputs, and `as_json` is an output. outputs: by option.
         run: folder of a run that need not exist.
     """
-    inputs = {name: path for name, path in params.items() if isinstance(path, Path) and path != run and name not in outputs}
-    read = {path.resolve(): f"{name} {str(path)!r}" for name, path in inputs.items()}
+    given = ((value if isinstance(value, list) else [value]) for name, value in params.items() if name not in outputs)
+    inputs = [path for path in itertools.chain(*given) if isinstance(path, Path) and path != run]
+    read = {path.resolve(): f"the input {str(path)!r}" for path in inputs}
     model = params.get("model")
     for folder in map(Path, model if isinstance(model, list) else [model or ""]):
         files = itertools.chain(folder.glob("*.json"), folder.glob("*/*.json"))

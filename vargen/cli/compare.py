@@ -171,7 +171,7 @@ def video_table(comparison: VideoComparison) -> str:
     from vargen.eval.report import VIDEO_COLUMNS, table_cells
 
     heads, rows = table_cells(VIDEO_COLUMNS, comparison.methods)
-    head = f"{len(comparison.prompts)} videos of {comparison.blocks} blocks, scored by {comparison.scorer}"
+    head = f"videos: {len(comparison.prompts)}, blocks of each: {comparison.blocks}, scored by {comparison.scorer}"
     return f"{head}\n\n{table(heads, rows, '<<' + '>' * (len(heads) - 2))}"
 
 
@@ -195,4 +195,4 @@ def comparison_table(comparison: Comparison) -> str:
     head = ["method", "kind", "s/image", "quartiles", "speedup", "tokens/pass", "drafting", "rest"]
     head += ["relaxation", f"same as {comparison.baseline}"]
     sampling = ", ".join(f"{key} {value:g}" for key, value in comparison.sampling.items() if value is not None)
-    return f"{len(comparison.prompts)} images, batch size {comparison.batch}, {sampling}\n\n" + table(head, rows, "<<>>>>>>>>")
+    return f"images: {len(comparison.prompts)}, batch size {comparison.batch}, {sampling}\n\n" + table(head, rows, "<<>>>>>>>>")

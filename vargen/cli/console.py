@@ -22,6 +22,8 @@ import typer
 from tqdm import tqdm
 from typer.core import TyperGroup
 
+from vargen.values import describe_invalid
+
 LEVELS = ("debug", "info", "warning", "error")
 # Operating system errors caused by a user's argument; a full disk, for example, is a failure instead.
 _WRONG_PATH = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
@@ -72,6 +74,8 @@ def is_bad_input(error: Exception) -> bool:
 def describe_error(error: Any) -> str:
     """Format an error as one line; failures include the type and how to get the traceback."""
     text = error.format_message().rstrip(".") if hasattr(error, "format_message") else str(error)
+    if hasattr(error, "param") and hasattr(error.__cause__, "errors"):  # typer's, of a value that pydantic refused
+        text = f"{max(error.param.opts, key=len)} {describe_invalid(error.__cause__.errors()[0])}"
     text = " ".join(text.split())
     if getattr(error, "ctx", None) is not None:
         return f"{text}; see {error.ctx.command_path} --help"

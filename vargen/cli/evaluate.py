@@ -210,8 +210,8 @@ def evaluate(
         with progress_bar("timing single images", "images") as show:
             time_single_images(plan, num_timed, show)
     if metrics is None or missing:
-        others = f"; other shards still have to generate {missing} batches" if missing else ""
-        print_status(f"{count} images generated{others}. Score them with: vargen eval --images {output}")
+        others = f"; batches that other shards still have to generate: {missing}" if missing else ""
+        print_status(f"images generated: {count}{others}. Score them with: vargen eval --images {output}")
     else:
         score_run(ctx, run, *metrics)
     if export is not None and not missing:
@@ -357,7 +357,7 @@ def evaluate_videos(ctx: typer.Context, model: VisualPipeline, folder: Path) -> 
     prompts = [prompts[k % len(prompts)] for k in range(ctx.params["num_images"] or len(prompts))]
     found = compare_videos(ctx, model, prompts, **options)
     about = describe_machine()
-    setup = f"{about['cpu']}, {about['threads']} CPU threads, torch {about['torch']}; seeds from {found.seed}"
+    setup = f"{about['cpu']}, CPU threads: {about['threads']}, torch {about['torch']}; seeds from {found.seed}"
 
     def save() -> list[Path]:
         metrics, report = folder / "metrics.json", folder / "report.md"

@@ -1,4 +1,4 @@
-"""`vargen generate`: image or video files from prompts or classes. `vargen regenerate`: an image again, from its PNG file."""
+"""`vargen generate`: image or video files from prompts or classes. `vargen regenerate`: images again, from their PNG files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from vargen.cli import common
 from vargen.cli.common import MAX_IMAGES, OutputFile, image_option, machine_option, video_option
-from vargen.cli.console import print_json, print_status, progress_bar
+from vargen.cli.console import import_libraries, print_json, print_status, progress_bar
 from vargen.reading import open_image
 from vargen.values import MAX_SEED
 
@@ -181,7 +181,7 @@ def _image_arguments(ctx: typer.Context, model: VisualPipeline, place: Any) -> d
         classes = f"classes: give --class-label 0 to {model.num_classes - 1} instead of a prompt"
         raise ValueError(f"this model generates {'from text: give a prompt, no --class-label' if by_class else classes}")
     if given and model.image_size is None:
-        raise ValueError(f"{min(given)} must be left out: only next-scale models start from an image")
+        raise ValueError(f"{min(given)} must be left out: only next-scale models, such as emoji-var, start from an image")
     for name in given.keys() - {"strength"}:
         given[name] = common.read_source(given[name], name, keep_alpha=name == "mask_image")
     if given:
@@ -295,21 +295,55 @@ def _write_contact_sheet(records: list[dict[str, Any]], file: OutputFile, parame
 
 def regenerate(
     ctx: typer.Context,
-    image: Annotated[Path, typer.Argument(metavar="IMAGE.png", help="A PNG that `vargen generate` or the demo wrote.")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE.png...", help="Written by `vargen generate` or the demo.")],
     model: Annotated[
-        str | None, typer.Option(metavar="NAME|DIR", help="Default: the model that the image names, if it is packaged.")
+        str | None, typer.Option(metavar="NAME|DIR", help="Default: the model that an image names, if it is packaged.")
     ] = None,
     output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="FILE|DIR", help="Also write the new image there.")
+        str | None, typer.Option("--output", "-o", metavar="FILE|DIR", help="Also write the new images there.")
     ] = None,
     as_json: common.JsonFlag = False,
     device: common.Device = "auto",
     threads: common.Threads = None,
 ) -> None:
-    """Generate a shared image again and print whether its tokens and pixels are the same, or why they are not.
+    """Generate shared images again and print whether tokens and pixels of each are the same, or why they are not.
 
     Exit code 1: another image.
     """
+    recorded = [_read_recorded(image, model) for image in images]
+    files = [] if output is None else common.resolve_outputs(output, [f"{image.stem}-regenerated" for image in images])
+    common.check_outputs(ctx.params, {"output": files})
+    folders = {name: common.inspect(ctx, name).folder for name, _ in recorded}
+    from vargen.pipelines.loading import open_pipeline
+    from vargen.pipelines.regeneration import regenerate
+
+    opened: dict[str, Any] = {}
+    records: list[dict[str, Any]] = []
+    for number, (image, (name, parameters)) in enumerate(zip(images, recorded, strict=True)):
+        dtype = parameters.get("dtype")
+        ctx.params["dtype"] = dtype if dtype in ("float32", "bfloat16", "float16") else "auto"
+        ctx.params["quantization"] = parameters.get("quantization")
+        load = {"name": folders[name], **common.loading(ctx, folders[name])}
+        if load != opened:
+            pipe, opened = open_pipeline(**load), load
+            pipe.set_progress_bar_config(disable=True)
+        print_status(f"generating {parameters.get('prompt', parameters.get('class_label'))!r} again, seed {parameters['seed']}")
+        with open_image(image) as original:
+            found = regenerate(pipe, parameters, original.convert("RGB"))
+        if files:
+            print_status(f"wrote {common.save_image(found.image, files[number], parameters)}")
+        if not as_json:
+            print(f"{image}: {found.describe()}", flush=True)
+        same = {"same_tokens": found.same_tokens, "same_pixels": found.same_pixels}
+        records.append({"image": str(image), **same, "reasons": list(found.reasons)})
+    if as_json:
+        print_json({"images": records})
+    if not all(record["same_pixels"] for record in records):
+        raise typer.Exit(1)
+
+
+def _read_recorded(image: Path, model: str | None) -> tuple[str, dict[str, Any]]:
+    """Return the model of an image, and the parameters in its file; ValueError if they are not enough to generate it again."""
     from vargen.assets import packaged_models
     from vargen.image_metadata import read_parameters
 
@@ -317,33 +351,13 @@ def regenerate(
         raise FileNotFoundError(f"image {str(image)!r} does not exist")
     try:
         parameters = read_parameters(image)
+        name = str(model or parameters.get("model"))
+        if model is None and name not in packaged_models():
+            raise ValueError(f"its model {name!r} is not packaged: give it with --model")
+        import_libraries()
+        from vargen.pipelines.regeneration import validate_regenerable
+
+        validate_regenerable(parameters)
     except ValueError as error:
         raise ValueError(f"image {str(image)!r}: {error}") from error
-    name = str(model or parameters.get("model"))
-    if model is None and name not in packaged_models():
-        raise ValueError(f"image {str(image)!r} is of the model {name!r}, which is not packaged: give it with --model")
-    files = [] if output is None else common.resolve_outputs(output, [f"{image.stem}-regenerated"])
-    common.check_outputs(ctx.params, {"output": files})
-    common.check_names(name)
-    folder = common.inspect(ctx, name).folder
-    from vargen.pipelines.loading import open_pipeline
-    from vargen.pipelines.regeneration import regenerate, validate_regenerable
-
-    validate_regenerable(parameters)
-    recorded = parameters.get("dtype")
-    ctx.params["dtype"] = recorded if recorded in ("float32", "bfloat16", "float16") else "auto"
-    ctx.params["quantization"] = parameters.get("quantization")
-    pipe = open_pipeline(folder, **common.loading(ctx, folder))
-    pipe.set_progress_bar_config(disable=True)
-    print_status(f"generating {parameters.get('prompt', parameters.get('class_label'))!r} again, seed {parameters['seed']}")
-    with open_image(image) as original:
-        found = regenerate(pipe, parameters, original.convert("RGB"))
-    for target in files:
-        print_status(f"wrote {common.save_image(found.image, target, parameters)}")
-    if as_json:
-        same = {"same_tokens": found.same_tokens, "same_pixels": found.same_pixels}
-        print_json({"image": str(image), **same, "reasons": list(found.reasons)})
-    else:
-        print(found.describe(), flush=True)
-    if not found.same_pixels:
-        raise typer.Exit(1)
+    return name, parameters

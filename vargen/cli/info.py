@@ -117,8 +117,8 @@ def describe_threads() -> str:
     from vargen.device import available_cores, user_thread_count
 
     if (chosen := user_thread_count()) is not None:
-        return f"{chosen[0]} CPU threads, set by {chosen[1]}"
-    found = f"up to {available_cores()} CPU threads, autotuned with the first image: each doubling must make a pass"
+        return f"{chosen[0]}, set by {chosen[1]}"
+    found = f"up to {available_cores()}, autotuned with the first image: each doubling must make a pass"
     return f"{found} {MIN_THREAD_SPEEDUP} times as fast"
 
 

@@ -61,7 +61,7 @@ def build_video_tab(pipe: Any, shared: Shared, scorer: Any, image_pipe: Any) -> 
             )  # fmt: skip
             try:
                 for block in stream:
-                    report((block.record, to_uint8(block.frames)))
+                    report((block.record.source, stream.stats.seconds, to_uint8(block.frames)))
             finally:
                 stream.close()
 
@@ -71,10 +71,9 @@ def build_video_tab(pipe: Any, shared: Shared, scorer: Any, image_pipe: Any) -> 
             if report is None:
                 yield {note: gr.skip()}
                 continue
-            record, pixels = report
+            source, seconds, pixels = report
             frames += [Image.fromarray(each) for each in pixels]
-            sources.append(record.source)
-            seconds += record.seconds
+            sources.append(source)
             path = new_file(f"vargen-{seed}.webp")
             frames[0].save(path, save_all=True, append_images=frames[1:], duration=round(1000 / pipe.fps), loop=0, quality=90)
             yield {

@@ -26,7 +26,7 @@ METHOD_GRID = "methods.png"
 def contact_sheet(images: Sequence[Image.Image], captions: Sequence[str], columns: int = 8, cell: int = 128) -> Image.Image:
     """Return one RGB image: all images scaled to `cell` pixels, with captions below, truncated to the cell width."""
     if not images or len(images) != len(captions):
-        raise ValueError(f"give one caption per image and at least one, got {len(images)} images, {len(captions)} captions")
+        raise ValueError(f"give one caption per image and at least one, got {len(captions)} for {len(images)}")
     rows = math.ceil(len(images) / columns)
     size = columns * (cell + _MARGIN) + _MARGIN, rows * (cell + _CAPTION + _MARGIN) + _MARGIN
     sheet = Image.new("RGB", size, "white")

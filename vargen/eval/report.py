@@ -221,7 +221,7 @@ VIDEO_COLUMNS = [
 def video_to_markdown(comparison: VideoComparison, head: str) -> str:
     """Return the Markdown report of a comparison of video methods."""
     table = "\n".join(markdown_table(VIDEO_COLUMNS, comparison.methods))
-    return f"""# Video: {len(comparison.prompts)} prompts, {comparison.blocks} blocks each
+    return f"""# Video (prompts: {len(comparison.prompts)}, blocks of each: {comparison.blocks})
 
 {head}
 

@@ -110,7 +110,7 @@ class GenerationPlan:
     def __post_init__(self) -> None:
         if parse_int(self.seed, 0, MAX_SEED - self.num + 1) is None:
             allowed = MAX_SEED - self.num + 1
-            raise ValueError(f"seed must be from 0 to {allowed} for {self.num} images, got {short_repr(self.seed)}")
+            raise ValueError(f"seed must be from 0 to {allowed}, as each image has the next one, got {short_repr(self.seed)}")
 
     def prompt_at(self, index: int) -> PromptOrClass:
         return self.prompts[index % len(self.prompts)]

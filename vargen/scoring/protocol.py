@@ -122,7 +122,7 @@ def _validate_pairs(images: Any, prompts: Any) -> None:
     if not isinstance(prompts, list | tuple) or not all(isinstance(prompt, str) for prompt in prompts):
         raise TypeError(f"prompts must be a list of strings, one for each image, got {short_repr(prompts)}")
     if not len(images) or len(images) != len(prompts):
-        raise ValueError(f"give one prompt for each image, got {len(images)} images and {len(prompts)} prompts")
+        raise ValueError(f"prompts must be one for each image, got {len(prompts)} for {len(images)}")
 
 
 def _validate_scores(values: Any, count: int, name: str) -> Tensor:
@@ -132,7 +132,7 @@ def _validate_scores(values: Any, count: int, name: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"scorer {name} must give numbers, one for each image, got {short_repr(values)}") from error
     if scores.numel() != count or scores.dim() > 2:
-        raise ValueError(f"scorer {name} must give {count} numbers, one for each image, got a shape of {list(scores.shape)}")
+        raise ValueError(f"scorer {name} must give [{count}], one for each image, got a shape of {list(scores.shape)}")
     scores = scores.reshape(count)
     if not scores.isfinite().all():
         first = int((~scores.isfinite()).nonzero()[0])

@@ -27,7 +27,7 @@ from vargen import __version__
 from vargen.pipelines import validation
 from vargen.serving.engine import GenerationThread
 from vargen.serving.tasks import Generated, QueueFullError, ServiceClosedError, TaskHandle, TaskLostError
-from vargen.values import MAX_SEED, short_repr
+from vargen.values import MAX_SEED, describe_invalid, short_repr
 
 logger = logging.getLogger("vargen")
 
@@ -40,6 +40,11 @@ _PHRASES = {
     405: ("This endpoint does not take this method.", None),
     408: ("The body did not arrive in time.", "timeout"),
     413: ("The body is too large.", "request_too_large"),
+}
+_OTHER_MODELS = {  # what a model may be unable to do, and one that can
+    "/v1/images/generations": ("generate images", "emoji"),
+    "/v1/images/edits": ("edit images", "emoji-var"),
+    "/v1/videos": ("generate videos", "emoji-video"),
 }
 _T = TypeVar("_T")
 
@@ -156,12 +161,12 @@ def _describe_invalid_body(found: Mapping[str, Any]) -> APIError:
     ]
     if found["type"] == "json_invalid" or not place:
         return APIError(400, "The body must be a JSON object in UTF-8.", "invalid_json")
-    name, message = place[0][:80], found["msg"]
+    name = place[0][:80]
     if found["type"] == "missing":
         return refuse(name, "is missing", "missing_required_parameter")
     if found["type"] == "extra_forbidden":
         return refuse(name, "is no field of this request", "unknown_parameter")
-    return refuse(name, f"is not valid: {message[0].lower()}{message[1:]}, got {short_repr(found.get('input'))}")
+    return refuse(name, describe_invalid(found))
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -318,6 +323,12 @@ def build_app(
             raise APIError(404, f"The model {short_repr(name)} does not exist.", "model_not_found", "model")
         return model
 
+    async def refuse_task(request: Request) -> None:
+        task, other = _OTHER_MODELS[request.url.path]
+        raise APIError(404, f"The model {card.name!r} cannot {task}; {other!r} can.", "not_found", "model")
+
+    for path in _OTHER_MODELS.keys() - {*paths}:
+        app.add_api_route(path, refuse_task, methods=["POST"])
     registry.register(_GenerationMetrics(generation))
     app.add_middleware(Gate, limits=limits, api_key=api_key, registry=registry, paths=paths, origins=allow_origins)
     if allow_origins:  # around the gate, because browsers ask first without a key

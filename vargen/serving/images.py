@@ -135,7 +135,9 @@ def _read_upload(file: UploadFile, name: str, card: ModelCard) -> Image.Image:
     try:
         with open_image(file.file, name) as image:
             if image.size == card.size:
-                return image.copy()
+                copy: Any = image.copy()
+                copy.filename = file.filename  # for warnings
+                return copy
     except (ValueError, OSError) as error:
         raise APIError(400, f"{error}.", "invalid_image", name) from None
     raise refuse(name, f"must be {card.size_name} pixels, the size of this model")

@@ -7,6 +7,7 @@ which is chosen whatever else is installed: that on httptools buffers an endless
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import signal
 import socket
@@ -43,9 +44,7 @@ def read_api_key(environment: Mapping[str, str]) -> str | None:
 def open_socket(host: str, port: int) -> socket.socket:
     """Return a socket that listens at an address of this machine.
 
-    Raises:
-        ValueError: for a host that does not exist.
-        OSError: if the address cannot be used.
+    Raises ValueError if the address cannot be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -53,7 +52,8 @@ def open_socket(host: str, port: int) -> socket.socket:
     except socket.gaierror as error:
         raise ValueError(f"host must be a name or an address of this machine, got {host!r}") from error
     except OSError as error:
-        raise OSError(f"host {host!r} and port {port} cannot be used: {error.strerror or error}") from error
+        reason = "is taken; choose another one" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+        raise ValueError(f"port {port} of host {host!r} {reason}") from error
 
 
 def warm_up(pipe: VisualPipeline, generation: GenerationThread, name: str) -> ModelCard:

@@ -55,7 +55,7 @@ class VideoStats:
         accelerator: name of the method.
         seed: of the video.
         blocks: a record for each finished block.
-        seconds: wall-clock time of generating the blocks, excluding the caller's time between them.
+        seconds: wall-clock time of the start image, if there is one, and of the blocks, without the caller's between them.
         stopped: whether a callback ended the run early.
         threads: number of CPU threads.
     """
