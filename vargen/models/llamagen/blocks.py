@@ -102,10 +102,11 @@ class LlamaGenAttention(nn.Module):
 
     def values(self, x_BTD: Tensor) -> Tensor:
         """Return only the values `[B, T, H, K]`, all that a conditioning row contributes."""
-        weight, first = self.wqkv.weight, self.n_head + self.n_kv_head
+        first = self.n_head + self.n_kv_head
+        weight = self.wqkv.weight if type(self.wqkv) is Linear else None
         if type(weight) is nn.Parameter and (weight.device, weight.dtype) == (x_BTD.device, x_BTD.dtype):
             return F.linear(x_BTD, weight[first * self.head_dim :]).unflatten(-1, (-1, self.head_dim))
-        # Offloaded, quantized or stored in another dtype: the weights are available only in their module's `forward`.
+        # Adapted, offloaded, quantized or stored in another dtype: only its module's `forward` computes them.
         return self.wqkv(x_BTD).unflatten(-1, (-1, self.head_dim))[:, :, first:]
 
     def attend(self, q_BTHK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor | KernelMask) -> Tensor:
