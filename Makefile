@@ -54,7 +54,7 @@ test-extended: $(REFERENCE)/.all
 
 # What differs from the reference set is diffusers, transformers, huggingface-hub, timm, open-clip and Gradio.
 test-latest: $(LATEST)/.fast
-	$(LATEST)/bin/$(PYTEST) -m "packages and not slow" tests/models tests/convert tests/pipelines tests/demo tests/scoring \
+	$(LATEST)/bin/$(PYTEST) -m "packages and not slow" tests/models tests/convert tests/pipelines tests/in_place tests/demo tests/scoring \
 		tests/training tests/eval/test_features.py tests/test_compat.py
 
 # The extras of this set leave the page, the scorers and evaluation out.

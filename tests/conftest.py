@@ -42,6 +42,7 @@ PACKAGE_TESTS = (
     "convert",
     "demo",
     "eval",
+    "in_place",
     "models/test_compact.py",
     "models/test_networks.py",
     "models/test_text_encoder.py",
