@@ -132,6 +132,7 @@ def test_what_is_not_supported_is_said_in_a_sentence(run_without_vargen: Any) ->
     found = run_without_vargen(model, [(0, {**encoded, **each}) for each in wrong.values()])
     for name, (text, _) in zip(wrong, found, strict=True):
         assert isinstance(text, str) and text.startswith("ValueError: ") and name in text and "\n" not in text
+    assert "training" in run_without_vargen(model.train(), [(0, encoded)])[0][0]
 
 
 def test_the_folder_is_short_and_has_the_method_as_default(folder: Path, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def generate(model: Any, window: int = WINDOW, cfg_scale: float | None = None, *
             require(arguments.get(name) is None, f"{name} is given")
         if kind == kinds[0]:
             config = arguments.get("generation_config") or model.generation_config
-            cfg_scale = float(cfg_scale or config.guidance_scale or 5)
+            cfg_scale = next(float(each) for each in (cfg_scale, config.guidance_scale, 5) if each is not None)
             arguments["max_new_tokens"] = model.model.vision_model.config.num_image_tokens
         require(kind == kinds[0] or cfg_scale is None, "cfg_scale is given, and this model has guidance_scale")
         decode = partial(decode_call, kind=kind, window=window, cfg_scale=cfg_scale)
@@ -129,6 +129,9 @@ def decode_call(
     """Run a call whose arguments the installed `generate` has resolved."""
     config, is_janus, (B, P), device = generation_config, kind.startswith("Janus"), input_ids.shape, input_ids.device
     _require_plain(config)
+    require(not model.training, "the model is in training mode")
+    attention = model.config.get_text_config()._attn_implementation
+    require(attention in ("sdpa", "eager"), f"attn_implementation is {attention}: set it to sdpa or eager")
     scale, negative, function, options = _read_processors(logits_processor)
     scale = scale if cfg_scale is None else cfg_scale
     limit, end = _read_criteria(stopping_criteria)
@@ -168,12 +171,13 @@ def decode_call(
         if scale != 1:
             own, blank = logits.chunk(2)
             logits = blank.add(own - blank, alpha=scale)
+        require(logits.isfinite().all(), "logits are not finite")
         logits = logits[..., ids] if allowed else logits
         chosen = logits.argmax(-1)
         if config.do_sample:
             probs = filter_logits(logits / options.get("temperature", 1), options.get("top_k"), options.get("top_p", 1))
             chosen = (probs.softmax(-1) / sample_exponential(seed, index, len(ids))).argmax(-1)
-        new = torch.where(forced < 0, ids[chosen], forced) if allowed else chosen
+        new = torch.where(forced < 0, ids[chosen], forced) if forced is not None else chosen
         count = 1 + (new[:, :-1] == tokens.gather(1, index[:, :-1])).cumprod(1).sum(1)
         tokens.scatter_(1, index, new)
         is_end = torch.isin(new, ends) & (index < (length + count)[:, None])
