@@ -56,8 +56,12 @@ def add_steps(seeds: Tensor, step: int | Tensor) -> Tensor:
 
 def make_keys(seeds: Tensor, position: Tensor, purpose: int, step: int | Tensor = 0) -> Tensor:
     """int64 `[B, T]`, the key of one independent stream per position; `step` is a number, or int64 `[]` or `[B]`."""
-    if not uses_numpy(seeds):
-        return _add_positions(_mix_(add_steps(seeds, step) + _to_signed((purpose + 1) * _GOLDEN)), position)
+    if uses_numpy(seeds):
+        return _make_keys_numpy(seeds, position, purpose, step)
+    return _add_positions(_mix_(add_steps(seeds, step) + _to_signed((purpose + 1) * _GOLDEN)), position)
+
+
+def _make_keys_numpy(seeds: Tensor, position: Tensor, purpose: int, step: int | Tensor) -> Tensor:
     golden = np.uint64(_GOLDEN & _ALL)
     number = np.asarray(step.numpy() if isinstance(step, Tensor) else step)
     stream = (number.astype(np.uint64).reshape(-1) * np.uint64(64) + np.uint64(purpose + 1)) * golden

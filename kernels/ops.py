@@ -345,8 +345,8 @@ def kth_largest_value(values: Tensor, k: int) -> Tensor:
 
     Both torch and NumPy sort NaN as the largest value, so rows with NaN have no meaningful threshold.
     """
-    V = values.shape[-1]
     if values.dtype in (torch.float32, torch.float64) and is_eager_cpu(values):
+        V = values.shape[-1]
         ordered = np.partition(values.detach().numpy(), V - k, axis=-1)
         return torch.from_numpy(ordered[..., V - k : V - k + 1])
     return values.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
@@ -354,9 +354,8 @@ def kth_largest_value(values: Tensor, k: int) -> Tensor:
 
 def top_k_sorted(values: Tensor, k: int) -> Tensor:
     """Return the k largest values of each row of `values [..., V]` in descending order, `[..., k]`; 1 <= k <= V."""
-    V = values.shape[-1]
     if values.dtype in (torch.float32, torch.float64) and is_eager_cpu(values):
-        array = values.detach().numpy()
+        array, V = values.detach().numpy(), values.shape[-1]
         kept = array if k == V else np.partition(array, V - k, axis=-1)[..., V - k :]
         return torch.from_numpy(-np.sort(-kept, axis=-1))
     return values.sort(dim=-1, descending=True).values[..., :k]

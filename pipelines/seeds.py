@@ -48,13 +48,19 @@ def resolve_seeds(generator: Any, images: int) -> ImageSeeds:
     for each in sources:
         if not isinstance(each, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, a list of them, or None, got {type(each).__name__}")
-        number, seed = _next_int64(each), each.initial_seed()
-        if number != _next_int64(torch.Generator(each.device).manual_seed(seed)):  # not its first number
-            seed = number % 2**32  # CPU generators use only the low 32 bits of a seed
-            number = _next_int64(torch.Generator(each.device).manual_seed(seed))
+        seed, number = next_seeds(each)
         seeds.append(seed)
         noise.append(number)
     return ImageSeeds(seeds, torch.tensor(noise, dtype=torch.int64), [each.device for each in sources])
+
+
+def next_seeds(source: torch.Generator) -> tuple[int, int]:
+    """Return the seed of the next image of a generator, and the key of its noise."""
+    seed, number = source.initial_seed(), _next_int64(source)
+    if number != _next_int64(torch.Generator(source.device).manual_seed(seed)):  # not its first number
+        seed = number % 2**32  # CPU generators use only the low 32 bits of a seed
+        number = _next_int64(torch.Generator(source.device).manual_seed(seed))
+    return seed, number
 
 
 def _next_int64(source: torch.Generator) -> int:

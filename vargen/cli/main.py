@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from vargen import __version__
-from vargen.cli import bench, compare, convert, demo, evaluate, generate, info, serve, train, verify
+from vargen.cli import bench, compare, convert, demo, evaluate, export, generate, info, serve, train, verify
 from vargen.cli.common import Verb
 from vargen.cli.console import Commands, configure_logging, raise_on_sigterm
 
@@ -52,6 +52,7 @@ app.command("bench", cls=Verb)(bench.bench)
 app.add_typer(info.app, name="info")
 app.add_typer(train.app, name="train")
 app.add_typer(convert.app, name="convert")
+app.add_typer(export.app, name="export")
 
 
 def main(*arguments: str) -> None:

@@ -89,7 +89,8 @@ def resolve_call(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> 
         raise PassThroughError("generate of this version of transformers does not call custom_generate")
     _require_plain(config)
     length, end = _read_criteria(criteria)
-    scale, negative, allowed, sampling = _read_processors(processors, config)
+    scale, negative, allowed, values = _read_processors(processors)
+    sampling = _to_sampling(config, values)
     pad = getattr(config, "_pad_token_tensor", None)
     return GenerateCall(
         ids, _to_mask(inputs.pop("attention_mask", None), ids), sampling, scale, negative,
@@ -133,7 +134,8 @@ def _resolve_image_mode(model: Any, args: tuple[Any, ...], options: dict[str, An
         raise PassThroughError("generate of this version of transformers prepares its inputs in another way")
     config = found["config"]
     _require_plain(config)
-    scale, _, _, sampling = _read_processors(found["processors"], config)
+    scale, _, _, values = _read_processors(found["processors"])
+    sampling = _to_sampling(config, values)
     if scale == 1:
         raise PassThroughError("guidance_scale is not above 1")  # transformers fails, too
     (own, blank), (valid, blank_valid) = ids.chunk(2), _to_mask(mask, ids).chunk(2)
@@ -174,7 +176,7 @@ def _read_criteria(criteria: Any) -> tuple[int, tuple[int, ...]]:
     return length, end
 
 
-def _read_processors(processors: Any, config: Any) -> tuple[float, tuple[Tensor, Tensor] | None, Any, Sampling]:
+def _read_processors(processors: Any) -> tuple[float, tuple[Tensor, Tensor] | None, Any, dict[str, Any]]:
     """Return guidance scale, ids and mask of the unconditional rows, the function of allowed ids, and sampling options.
 
     Raises:
@@ -206,9 +208,11 @@ def _read_processors(processors: Any, config: Any) -> tuple[float, tuple[Tensor,
                 values["top_k"] = each.top_k
             case "TopPLogitsWarper":
                 values["top_p"] = each.top_p
-    if not config.do_sample:
-        return scale, negative, allowed, Sampling(temperature=0)
+    return scale, negative, allowed, values
+
+
+def _to_sampling(config: Any, values: dict[str, Any]) -> Sampling:
     try:
-        return scale, negative, allowed, Sampling(**values)
+        return Sampling(**values) if config.do_sample else Sampling(temperature=0)
     except (ValueError, TypeError) as error:
         raise PassThroughError(str(error)) from None

@@ -112,15 +112,9 @@ def _plan_grids(known: GLMImage, call: GenerateCall) -> ImagePlan:
     All ids of its head may be sampled, as in transformers, also those that mark the start and the end of images.
     """
     model = known.model
-    grids, count = call.inputs["image_grid_thw"], call.inputs.get("images_per_sample")
-    parts = [grids] * len(call.ids) if count is None else list(grids.split(count.tolist()))
-    if len(parts) != len(call.ids) or any(not torch.equal(each, parts[0]) for each in parts):
-        raise PassThroughError("images differ in size")
-    if (call.ids == model.config.image_end_token_id).any():
-        raise PassThroughError("the prompt holds an image")
     if call.guidance_scale != 1 or call.allowed is not None:
         raise PassThroughError("guidance_scale or prefix_allowed_tokens_fn is given")
-    sizes = [(int(rows), int(columns)) for _, rows, columns in reversed(parts[0].tolist())]
+    sizes = read_grids(call.ids, model.config.image_end_token_id, **call.inputs)
     offsets = grid_offsets(sizes)
     T = call.max_new_tokens
     if not 1 <= T <= offsets.shape[1] + 1:
@@ -131,6 +125,23 @@ def _plan_grids(known: GLMImage, call: GenerateCall) -> ImagePlan:
         description.low_res = PreviewDrafter(vocab, sizes[0], sizes[1])
         description.low_res.grid = description.grid
     return ImagePlan(call, description, PromptRows(call.ids, call.valid))
+
+
+def read_grids(
+    ids: Tensor, image_end: int, image_grid_thw: Tensor, images_per_sample: Tensor | None = None, **_: Any
+) -> list[tuple[int, int]]:
+    """Return rows and columns of the grids of an image of GLM-Image, in the order of their tokens, for prompts `[B, P]`.
+
+    Raises:
+        PassThroughError: if images differ in size, or a prompt holds an image, which ends with the id `image_end`.
+    """
+    grids, count = image_grid_thw, images_per_sample
+    parts = [grids] * len(ids) if count is None else list(grids.split(count.tolist()))
+    if len(parts) != len(ids) or any(not torch.equal(each, parts[0]) for each in parts):
+        raise PassThroughError("images differ in size")
+    if (ids == image_end).any():
+        raise PassThroughError("the prompt holds an image")
+    return [(int(rows), int(columns)) for _, rows, columns in reversed(parts[0].tolist())]
 
 
 def _plan_schedule(known: ImageLanguageModel, call: GenerateCall) -> ImagePlan:
