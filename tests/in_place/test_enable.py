@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from generate_cases import MAKERS, Case, emu3, glm, janus, make_case
+from low_rank import LowRank
 from tiny_language_models import PAD, has_release, make_chameleon, make_janus, needs_janus, randomize, text_config
 from tiny_models import text_pipeline, text_var_pipeline
 
@@ -276,23 +277,6 @@ def test_changed_weights_are_used_by_the_next_call(case: Case) -> None:
     found = case.generate()
     vargen.disable(case.model)
     assert same(found, case.generate())
-
-
-class LowRank(torch.nn.Module):
-    """An adapter as peft attaches it: the layer that it wraps, and a product of two thin matrices."""
-
-    def __init__(self, layer: torch.nn.Linear):
-        super().__init__()
-        self.base_layer, generator = layer, torch.Generator().manual_seed(1)
-        self.a = torch.nn.Parameter(torch.randn(2, layer.in_features, generator=generator))
-        self.b = torch.nn.Parameter(torch.randn(layer.out_features, 2, generator=generator))
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.base_layer.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base_layer(x) + x @ self.a.T @ self.b.T * 0.1
 
 
 def test_adapters_on_layers_and_on_the_head_act(case: Case) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from vargen.kernels.host import is_hooked
 from vargen.models.attention import attend
-from vargen.models.quantization import Int8Linear
 
 _NORM_EPS = 1e-6
 _SHORTEST = 1e-12  # minimum norm of a query or key that is normalized
@@ -128,10 +127,10 @@ class VARAttention(nn.Module):
     def project(self, x_RTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return scaled queries, keys and values, `[R, H, T, K]`."""
         bias = torch.cat([self.q_bias, self.zero_k_bias.type_as(self.q_bias), self.v_bias])
-        if isinstance(self.mat_qkv, Int8Linear) or is_hooked(self.mat_qkv):
-            fused = self.mat_qkv(x_RTD).add_(bias)
-        else:
+        if type(self.mat_qkv) is nn.Linear and not is_hooked(self.mat_qkv):
             fused = F.linear(x_RTD, self.mat_qkv.weight, bias)
+        else:  # also an adapter's layer
+            fused = self.mat_qkv(x_RTD).add_(bias)
         fused = fused.unflatten(-1, (3, self.n_head, self.head_dim))
         q, k, v = fused.permute(2, 0, 3, 1, 4)
         if self.l2_norm:
