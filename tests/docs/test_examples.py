@@ -49,6 +49,26 @@ def test_assisted_generation_samples_the_tokens_of_plain_decoding(example, capsy
     assert "the same sampled tokens: True" in capsys.readouterr().out
 
 
+def test_images_of_reinforcement_learning_have_the_log_probabilities_of_the_model(
+    example, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It checks them in each step, also after the adapters changed."""
+    example("grpo.py")
+    assert "step 11: reward" in capsys.readouterr().out and Path("adapters.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_reinforcement_learning_raises_the_reward(
+    repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the packaged model, by the packaged scorer."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--steps", "10"])
+    runpy.run_path(str(repo_root / "examples/grpo.py"), run_name="__main__")
+    rewards = [float(each) for each in re.findall(r"reward ([\d.-]+)", capsys.readouterr().out)]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:3]) / 3 + 0.5
+
+
 def test_every_example_is_tested(repo_root: Path) -> None:
     tests = Path(__file__).read_text()
     assert all(f'example("{path.name}")' in tests for path in (repo_root / "examples").glob("*.py"))
