@@ -13,10 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from generate_cases import janus
 from rejects import rejects
+from tiny_language_models import needs_janus
+
+import vargen
 
 KINDS = {"STRING": str, "INT": int, "FLOAT": float}
-NODES = ("VargenImage", "VargenVideo")
+NODES = ("VargenEnable", "VargenImage", "VargenVideo")
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +79,21 @@ def test_a_prompt_names_a_class_where_the_model_has_classes(package: ModuleType,
     assert len(image) == 1
     node = package.NODE_CLASS_MAPPINGS["VargenImage"]
     rejects(lambda: node().generate(**inputs_of(node, model=str(tiny_scale_model), prompt="10")), "class label")
+
+
+@needs_janus
+def test_a_model_of_other_nodes_is_enabled_and_disabled(package: ModuleType) -> None:
+    """Its socket connects with any type, and the other nodes generate as before, in inference mode."""
+    node, case = package.NODE_CLASS_MAPPINGS["VargenEnable"], janus()
+    assert (node.RETURN_TYPES[0] != "JANUS_MODEL") is False, "as ComfyUI compares"
+    with torch.inference_mode():
+        expected = case.generate()
+        assert node().enable(case.model, "gumbel") == (case.model,)
+        assert torch.equal(case.generate(), expected) and vargen.summary(case.model).calls == 1
+        node().enable(case.model, "scd")
+        assert vargen.summary(case.model).method.name == "scd"
+        node().enable(case.model, "off")
+    assert "generate" not in vars(case.model)
 
 
 def test_frames_are_a_batch_of_images(package: ModuleType) -> None:
