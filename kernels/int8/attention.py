@@ -13,19 +13,16 @@ from numba import njit
 from vargen.kernels.int8.format import EXP_UNITS, QUERIES, WEIGHT_SUM
 from vargen.kernels.int8.steps import (
     INNER,
-    PAIR_DOT,
     ROUND,
     SMALLEST,
-    bits_of_float,
     exp,
     f32,
     f64,
-    float_of_bits,
     i32,
     i64,
     largest,
-    make_dot,
 )
+from vargen.kernels.int8.vector import LANES, WIDTH, bits_of_float, float_of_bits, make_dot
 
 _UNITS, _SUM, _SUM_UNIT = f32(EXP_UNITS), WEIGHT_SUM, f32(1 / WEIGHT_SUM)
 _HIDDEN = f32(-np.inf)
@@ -104,21 +101,26 @@ def write_tokens(slots, layer, r, first, buffers, stride, channel_scale, biases,
                 v_scale[h - H - G, slot] = top * value_unit
 
 
-def _make_dots(rows):
-    """Make a function of the dot products of `rows` rows of pairs with 16 x `vectors` columns, with arguments of `make_dot`."""
-    one, two, four = (make_dot(rows, count, *PAIR_DOT) for count in (1, 2, 4))
+def _make_dots(rows, most):
+    """Make a function of the dot products of `rows` rows of pairs with 16 x `vectors` columns, with arguments of `make_dot`.
+
+    Args:
+        most: 1 or 4, vectors whose sums fit the registers.
+    """
+    some = min(most, 2)
+    one, two, four = (make_dot(rows, count * LANES // WIDTH, True) for count in (1, some, most))
 
     @njit(**INNER)
     def dots(row, row_stride, column, column_stride, steps, vectors, out, out_stride):
         at = 0
         while at < vectors:
             source, target, left = column + 64 * at, out + 64 * at, vectors - at
-            if left >= 4:
+            if left >= most:
                 four(row, row_stride, source, column_stride, steps, 0, target, out_stride)
-                at += 4
-            elif left >= 2:
+                at += most
+            elif left >= some:
                 two(row, row_stride, source, column_stride, steps, 0, target, out_stride)
-                at += 2
+                at += some
             else:
                 one(row, row_stride, source, column_stride, steps, 0, target, out_stride)
                 at += 1
@@ -126,7 +128,7 @@ def _make_dots(rows):
     return dots
 
 
-_dots_1, _dots_4 = _make_dots(1), _make_dots(QUERIES)
+_dots_1, _dots_4 = _make_dots(1, 4), _make_dots(QUERIES, 4 if WIDTH == 16 else 1)
 
 
 @njit(**INNER)

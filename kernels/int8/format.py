@@ -14,6 +14,8 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 
+from vargen.kernels.int8.instructions import LAYOUTS, instruction_set
+
 INT8_MAX = 127
 NORM_MAX = 32767  # of the integers whose squares a norm sums
 TINY = 2.0**-100  # smallest maximum of a row, for rows of zeros
@@ -22,7 +24,7 @@ WEIGHT_SUM = 32000.0  # sum of the integer attention weights; each fits 16 bits
 EXP_RANGE = 87.0
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 EXP_TERMS = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)  # of the Taylor series, highest power first
-PANEL = 64  # columns of a matrix that are stored together
+PANEL = 64  # columns of a matrix are a multiple of it
 QUERIES = 4  # queries of a block: 16 vectors of sums fit the registers
 _EXACT = 2**24  # all integers up to it are float32 numbers
 
@@ -92,6 +94,7 @@ def allocate_slots(layers: int, rows: int, heads: int, head_dim: int, *, prefix:
 class Buffers(NamedTuple):
     """Inputs and outputs of the products of a pass; of attention, the queries, and what four of them need at a time."""
 
+    pairs: Annotated[np.ndarray, "int16 [M, longest]"]  # inputs, where instructions multiply pairs; else [1, 1]
     wide: Annotated[np.ndarray, "uint8 [M, D']"]  # inputs of all products but the last of a layer
     hidden: Annotated[np.ndarray, "uint8 [M, F']"]  # inputs of that one
     scale: Annotated[np.ndarray, "float32 [M]"]
@@ -107,11 +110,12 @@ class Buffers(NamedTuple):
 
 
 def pack_matrix(weight_NC: np.ndarray, scale_N: np.ndarray) -> Matrix:
-    """Reorder an int8 matrix for products: 64 columns side by side, four consecutive inputs of each together."""
+    """Reorder an int8 matrix for products by this CPU's instructions; see `vargen.kernels.int8.instructions.Layout`."""
     N, C = weight_NC.shape
+    columns, together, _ = LAYOUTS[instruction_set()]
     padded = np.zeros((-(-N // PANEL) * PANEL, -(-C // 4) * 4), np.int8)
     padded[:N, :C] = weight_NC
-    values = padded.reshape(len(padded) // PANEL, PANEL, -1, 4).transpose(0, 2, 1, 3)
+    values = padded.reshape(len(padded) // columns, columns, -1, together).transpose(0, 2, 1, 3)
     scale = np.ones(len(padded), np.float32)
     scale[:N] = scale_N
     return Matrix(np.ascontiguousarray(values).reshape(-1), -128 * padded.sum(1, dtype=np.int32), scale)
@@ -137,7 +141,9 @@ def make_buffers(
     G, pairs, S = slots.k.shape[2:]
     tokens, queries = math.prod(shape), heads // G * shape[1]
     columns = max(layers.start.shape[1], len(output.start))
+    longest = max(-(-each // 4) * 4 for each in (width, hidden))
     return Buffers(
+        pairs=np.zeros((tokens, longest) if LAYOUTS[instruction_set()].widened else (1, 1), np.int16),
         wide=np.full((tokens, -(-width // 4) * 4), 128, np.uint8),
         hidden=np.full((tokens, -(-hidden // 4) * 4), 128, np.uint8),
         scale=np.zeros(tokens, np.float32),

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,50 +26,23 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from vargen.compat import cache_folder, installed_version
+from vargen.kernels.int8.instructions import cpu_instructions, instruction_set
 
 logger = logging.getLogger("vargen")
-
-# By name, the flags of torch (or else of Linux) that a CPU with the instructions has.
-_INSTRUCTIONS = {
-    "AVX2": ("avx2",),
-    "AVX-512": ("avx512_f", "avx512f"),
-    "AVX-512 VNNI": ("avx512_vnni",),
-    "AVX-VNNI": ("avx_vnni",),
-    "AVX-512 BF16": ("avx512_bf16",),
-    "AMX int8": ("amx_int8",),
-    "AMX bf16": ("amx_bf16",),
-    "Arm dot product": ("dot", "asimddp"),
-    "Arm bf16": ("bf16",),
-}
-_BYTE_PRODUCTS = ("AVX-512 VNNI", "AVX-VNNI", "AMX int8", "Arm dot product")
-
-
-@lru_cache(maxsize=1)
-def cpu_instructions() -> tuple[str, ...]:
-    """Return the names of this CPU's instructions that matter for passes, such as `"AVX-512 VNNI"`."""
-    import torch  # which the compiler's process does not need
-
-    flags = {name for name, value in getattr(torch.cpu, "get_capabilities", dict)().items() if value}
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        flags |= {word for line in lines if line.startswith(("flags", "Features")) for word in line.split()}
-    except OSError:  # not Linux
-        pass
-    return tuple(name for name, known in _INSTRUCTIONS.items() if flags & set(known))
 
 
 def find_compiled_blocker() -> str | None:
     """Return the reason why compiled passes cannot run here; None if they can, once they are built."""
     if os.environ.get("VARGEN_KERNELS") == "reference":
         return "VARGEN_KERNELS=reference"
-    if "AVX-512 VNNI" not in cpu_instructions():
-        return "compiled passes need AVX-512 VNNI, which this CPU does not have"
+    instruction_set()  # raises for a wrong VARGEN_CPU
     if find_spec("numba") is None:
         return "Numba is not installed: pip install vargen[cpu]"
     return None
 
 
-_SLOW = "; this CPU has no 8-bit dot products, so float32 may be faster"
+_SLOW = "; torch's operators for 8 bits are slow, so float32 may be faster"
+_BYTE_OPERATORS = ("AVX-512 VNNI", "AVX-VNNI", "AMX int8", "Arm dot product")  # which torch's operators use
 _loading = threading.Lock()  # Numba's settings are those of the process
 
 
@@ -142,7 +115,8 @@ class CompiledCode:
         """Compile to the folder in another process: a thread would take turns with the operators."""
         stamp = self._stamp()
         command = [sys.executable, "-m", __name__, str(stamp.parent), str(stamp), *self.functions]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+        environment = {**os.environ, "VARGEN_CPU": instruction_set()}
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=environment)
         if done.returncode:
             message = done.stderr.decode(errors="replace").strip().splitlines()
             raise RuntimeError(message[-1] if message else f"exit status {done.returncode}")
@@ -168,12 +142,12 @@ def warn_if_slow() -> None:
 
 def explain_int8_passes() -> tuple[str, str]:
     """Return how int8 passes run on this CPU, `"compiled"` or `"operators"`, and the reason."""
-    slow = "" if set(_BYTE_PRODUCTS) & set(cpu_instructions()) else _SLOW
+    slow = "" if set(_BYTE_OPERATORS) & set(cpu_instructions()) else _SLOW
     if reason := find_compiled_blocker() or TOKEN_PASS.failure:
         return "operators", reason + slow
     if not TOKEN_PASS.is_built():
         return "compiled", "once they are built, which the first image starts"
-    return "compiled", "this CPU has AVX-512 VNNI, and Numba is installed"
+    return "compiled", f"by {instruction_set()} instructions"
 
 
 def load_modules(names: Sequence[str], folder: Path | None) -> list[ModuleType]:
@@ -206,6 +180,7 @@ def _code_folder() -> Path:
     Numba would miss changes of a function's callees: it looks at the place, time and size of one source file only.
     """
     versions = installed_version("numba"), installed_version("llvmlite"), sys.version, platform.machine(), cpu_instructions()
+    versions = *versions, instruction_set()
     digest = hashlib.sha256(repr(versions).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(f"{source} {source.stat().st_mtime_ns}".encode() + source.read_bytes())

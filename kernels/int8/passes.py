@@ -74,7 +74,7 @@ def _run_layers(
                         norm(x[m], modulation[layer, 2 + half, m // T], modulation[layer, 4 + half, m // T], eps, row)
                     scale[m] = quantize(row, D, wide[m])
             start, channels = layers.start[layer, first:], layers.scale[layer, first:]
-            product(factors, M, layers.packed[layer, stage], start, -(-inputs // 4), sums, columns)
+            product(factors, M, layers.packed[layer, stage], start, -(-inputs // 4), buffers.pairs, sums, columns)
             if stage == 0:
                 for r in range(len(reach)):
                     slot = place + (slots.length[r] if slots.length[r] < most else most)
@@ -103,7 +103,8 @@ def _write_logits(output, bias, buffers, D, logits):
     """Run the output layer over the quantized rows, to `logits [rows, tokens, V]`."""
     R, T, V = logits.shape
     columns = len(output.start)
-    product(buffers.wide, R * T, i64(output.values.ctypes.data), output.start, -(-D // 4), buffers.sums, columns)
+    matrix, steps = i64(output.values.ctypes.data), -(-D // 4)
+    product(buffers.wide, R * T, matrix, output.start, steps, buffers.pairs, buffers.sums, columns)
     for r in range(R):
         for t in range(T):
             m = r * T + t

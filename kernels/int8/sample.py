@@ -13,7 +13,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from vargen.kernels.int8.steps import INNER, LANES, bits_of_float, compiled, exp, f32, f64, float_of_bits, i32, i64, keep_vector
+from vargen.kernels.int8.steps import INNER, compiled, exp, f32, f64, i32, i64
+from vargen.kernels.int8.vector import LANES, bits_of_float, float_of_bits, keep_vector
 
 MARGIN = 2.0**-16  # relative; rounding errors are about 2^-20, and 2^-18 for exp of very improbable tokens
 _ENOUGH = 0.05  # of the mass that top-p keeps: what may be kept at first beyond it

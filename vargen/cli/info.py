@@ -92,7 +92,8 @@ def collect_facts() -> dict[str, Any]:
     from vargen.device import describe_machine, preferred_dtype
     from vargen.kernels.dispatch import explain_kernels
     from vargen.kernels.host import explain_capture
-    from vargen.kernels.int8.load import cpu_instructions, explain_int8_passes
+    from vargen.kernels.int8.instructions import cpu_instructions
+    from vargen.kernels.int8.load import explain_int8_passes
 
     machine, device = describe_machine(), "cuda" if torch.cuda.is_available() else "cpu"
     versions = {name: installed_version(name) for name in _PACKAGES}

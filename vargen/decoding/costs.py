@@ -21,7 +21,7 @@ from vargen.decoding.video.interfaces import BlockModel
 from vargen.device import available_cores, cpu_model, limit_threads, user_thread_count
 from vargen.files import atomic_file, cache_folder
 from vargen.kernels.host import inference_mode_for
-from vargen.kernels.int8.load import cpu_instructions
+from vargen.kernels.int8.instructions import cpu_instructions
 
 logger = logging.getLogger("vargen")
 
