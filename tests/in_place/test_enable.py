@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from generate_cases import MAKERS, Case, emu3, glm, janus, make_case
@@ -63,12 +64,13 @@ def test_greedy_tokens_are_those_of_the_untouched_call(name: str, sizes: dict[st
 
 @pytest.mark.parametrize("method", ["gumbel", "scd"])
 def test_sampled_calls_are_reproducible_and_gumbel_gives_the_tokens_of_ar(case: Case, method: str) -> None:
-    found, count = {}, 2 - ("negative_prompt_ids" in case.options)  # which transformers does not repeat
+    found, count = {}, 2 if case.options.get("generation_mode") else 1  # transformers does not repeat all other inputs
     for name in ("ar", method):
         vargen.enable(case.model, name)
         for repeat in range(2):
             torch.manual_seed(7)
             found[name, repeat] = case.generate(do_sample=True, top_k=12, temperature=0.8, num_return_sequences=count)
+        assert vargen.summary(case.model).calls == 2
         vargen.disable(case.model)
         assert same(found[name, 0], found[name, 1])
     assert len(found["ar", 0]) == count * 2
@@ -167,6 +169,39 @@ def test_another_model_joins_by_a_description(monkeypatch: pytest.MonkeyPatch) -
         vargen.disable(model)
 
 
+@pytest.mark.parametrize("kind", ["tensor", "array", "range", "new list", "the same list"])
+def test_ids_may_come_in_any_form_that_transformers_takes(kind: str) -> None:
+    case = emu3()
+    allowed, reused = case.options["prefix_allowed_tokens_fn"], list[int]()
+
+    def changed(number: int, sequence: Any) -> Any:
+        ids = list(allowed(number, sequence))
+        reused[:] = ids
+        forms = {"tensor": torch.tensor(ids), "array": np.array(ids), "new list": ids, "the same list": reused}
+        return range(ids[0], ids[0] + 1) if kind == "range" and len(ids) == 1 else forms.get(kind, ids)
+
+    case.options["prefix_allowed_tokens_fn"] = changed
+    expected = case.generate()
+    vargen.enable(case.model)
+    assert same(case.generate(), expected) and vargen.summary(case.model).calls == 1
+
+
+def test_a_function_that_fails_on_ids_that_are_not_sampled_runs_by_the_original() -> None:
+    case = emu3()
+    allowed, ids = case.options["prefix_allowed_tokens_fn"], case.model.vocabulary_mapping.image_tokens
+    first = case.inputs["input_ids"].shape[1]
+    sampled = {tuple(row[first : first + 2].tolist()) for row in case.generate()}
+
+    def strict(number: int, sequence: Any) -> Any:
+        assert len(sequence) < first + 2 or tuple(sequence[first : first + 2].tolist()) in sampled
+        return allowed(number, sequence)
+
+    assert min(ids) not in {pair[0] for pair in sampled}
+    expected = case.generate(prefix_allowed_tokens_fn=strict)
+    vargen.enable(case.model)
+    assert same(case.generate(prefix_allowed_tokens_fn=strict), expected) and vargen.summary(case.model).calls == 0
+
+
 # -- what runs by the original -------------------------------------------------------------------------------------------
 
 
@@ -253,6 +288,34 @@ def test_training_mode_runs_by_the_original(case: Case) -> None:
     assert same(case.generate(), expected) and vargen.summary(case.model).calls == 1
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.5, 1.0])
+def test_guidance_that_janus_lacks_fails_as_before(scale: float) -> None:
+    case = janus()
+    with pytest.raises(RuntimeError) as expected:
+        case.generate(guidance_scale=scale)
+    vargen.enable(case.model)
+    with pytest.raises(RuntimeError) as found:
+        case.generate(guidance_scale=scale)
+    assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("name", ["janus", "emu3"])  # GLM-Image itself fails
+def test_ids_of_32_bits(name: str) -> None:
+    case = make_case(name)
+    case.inputs["input_ids"] = case.inputs["input_ids"].int()
+    expected = case.generate()
+    vargen.enable(case.model)
+    assert same(case.generate(), expected) and vargen.summary(case.model).calls == 1
+
+
+def test_masks_with_holes_run_by_the_original(case: Case) -> None:
+    case.inputs["attention_mask"] = case.inputs["attention_mask"].clone()
+    case.inputs["attention_mask"][0, 2] = 0
+    expected = case.generate()
+    vargen.enable(case.model)
+    assert same(case.generate(), expected) and vargen.summary(case.model).calls == 0
+
+
 def test_prompts_padded_on_the_right_run_by_the_original(case: Case) -> None:
     ids, mask = (case.inputs[name] for name in ("input_ids", "attention_mask"))
     case.inputs |= {
@@ -319,26 +382,91 @@ def test_a_compiled_model_is_enabled_inside(case: Case) -> None:
     assert "generate" not in vars(case.model)
 
 
-def test_hooks_are_looked_at_in_each_call(case: Case) -> None:
-    """One around the whole model, as accelerate has for offloading, moves its weights before a call and after it."""
-    expected, events = case.generate(), list[str]()
+class CpuOffload:
+    """A hook with the name of accelerate's, which may stay."""
 
-    class Hook:
-        def pre_forward(self, module: Any, *args: Any, **options: Any) -> Any:
-            events.append("before")
-            return args, options
+    def __init__(self) -> None:
+        self.events: list[str] = []
 
-        def post_forward(self, module: Any, output: Any) -> Any:
-            events.append("after")
-            return output
+    def pre_forward(self, module: Any, *args: Any, **options: Any) -> Any:
+        self.events.append("before")
+        return args, options
 
+    def post_forward(self, module: Any, output: Any) -> Any:
+        self.events.append("after")
+        return output
+
+
+def test_offloading_that_begins_later_moves_the_weights_of_each_call(case: Case) -> None:
+    expected, hook = case.generate(), CpuOffload()
     vargen.enable(case.model)
-    case.model._hf_hook = Hook()
-    assert same(case.generate(), expected) and events == ["before", "after"]
-    del case.model._hf_hook
-    if case.options.get("generation_mode") is None:
-        case.model.register_forward_hook(lambda *_: events.append("hook"))
-        assert same(case.generate(), expected) and "hook" in events
+    case.model._hf_hook = hook
+    assert same(case.generate(), expected) and not vargen.summary(case.model).original
+    # The loop of Janus does not run this hook.
+    assert hook.events == ([] if case.options.get("generation_mode") else ["before", "after"])
+
+
+def edit_last(module: Any, args: Any, output: Any) -> Any:
+    output[:, -1] += 1
+    return output
+
+
+def replace_forward(module: Any) -> None:
+    forward = module.forward
+    module.forward = lambda *args, **options: forward(*args, **options)
+
+
+def use_subclass(model: Any) -> None:
+    class Mine(type(model)):  # type: ignore[misc]
+        def generate(self, *args: Any, **options: Any) -> Any:
+            return super().generate(*args, **options)
+
+    model.__class__ = Mine
+
+
+CHANGES: dict[str, Callable[[Case], Any]] = {
+    "a hook on a layer": lambda case: case.body.layers[0].mlp.register_forward_hook(edit_last),
+    "a hook on the body": lambda case: case.body.register_forward_hook(lambda *_: None),
+    "a forward of the body": lambda case: replace_forward(case.body),
+    "a hook of accelerate": lambda case: setattr(case.body.layers[0], "_hf_hook", object()),
+    "inputs of a pass": lambda case: setattr(
+        case.model, "prepare_inputs_for_generation", partial(type(case.model).prepare_inputs_for_generation, case.model)
+    ),
+    "a subclass": lambda case: use_subclass(case.model),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_user_changed_is_not_left_out(case: Case, change: str) -> None:
+    CHANGES[change](case)
+    expected = case.generate()
+    vargen.enable(case.model)
+    assert same(case.generate(), expected)
+    assert vargen.summary(case.model).calls == 0 and vargen.summary(case.model).original.total() == 1
+
+
+def test_a_compiled_body_stays_as_it_was(case: Case) -> None:
+    expected = case.generate()
+    owner = case.model.model
+    name = next(name for name, each in owner.named_children() if each is case.body)
+    setattr(owner, name, torch.compile(case.body))
+    vargen.enable(case.model)
+    assert same(case.generate(), expected) and vargen.summary(case.model).calls == 1
+    assert set(dict(getattr(owner, name).named_children())) == {"_orig_mod"}
+    vargen.disable(case.model)
+    case.model.forward = torch.compile(case.model.forward)
+    vargen.enable(case.model)
+    assert same(case.generate(), expected) and vargen.summary(case.model).calls == 1
+
+
+def test_a_hook_on_the_head_acts(case: Case) -> None:
+    head = case.model.model.generation_head if case.options.get("generation_mode") else case.model.lm_head
+    replace_forward(head)
+    forward = head.forward
+    head.forward = lambda hidden: forward(hidden).roll(1, -1)
+    expected = case.generate()
+    vargen.enable(case.model)
+    assert same(case.generate(), expected) and vargen.summary(case.model).calls == 1
 
 
 def test_copies_belong_to_their_own_weights(case: Case, tmp_path: Path) -> None:
@@ -356,6 +484,22 @@ def test_copies_belong_to_their_own_weights(case: Case, tmp_path: Path) -> None:
     opened = type(case.model).from_pretrained(tmp_path).eval()
     opened.generation_config = case.model.generation_config
     assert same(case.generate(opened), expected) and "generate" not in vars(opened)
+
+
+def test_a_shallow_copy_is_enabled_and_disabled_by_itself(case: Case) -> None:
+    vargen.enable(case.model)
+    other = copy.copy(case.model)
+    vargen.disable(other)
+    assert "generate" not in vars(other) and "generate" in vars(case.model)
+    other = copy.copy(case.model)
+    vargen.enable(other, "scd")
+    assert vargen.summary(other).method.name == "scd" and vargen.summary(case.model).method.name == "gumbel"
+    vargen.disable(other)
+    assert "generate" not in vars(other)
+    del case.model.generate
+    vargen.disable(case.model)
+    vargen.enable(case.model, "ar")
+    assert vargen.summary(case.model).method.name == "ar"
 
 
 def test_a_model_is_freed_without_a_collection(case: Case) -> None:
@@ -498,11 +642,11 @@ def test_bad_input_is_refused_before_anything_changes(what: str) -> None:
     assert not isinstance(model, torch.nn.Module) or "generate" not in vars(model)
 
 
-def test_a_smaller_model_drafts() -> None:
-    case, (small, _) = janus(), make_janus(seed=8, num_hidden_layers=1)
-    expected = case.generate()
+def test_a_smaller_model_drafts(case: Case) -> None:
+    expected, small = case.generate(), copy.deepcopy(case.model)
+    randomize(small, 8, 0.8)
     vargen.enable(case.model, "speculative", draft_model=small)
-    assert same(case.generate(), expected)
+    assert same(case.generate(), expected) and vargen.summary(case.model).calls == 1
 
 
 def test_what_is_supported_is_listed() -> None:

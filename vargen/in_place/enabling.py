@@ -7,6 +7,7 @@ the model's own modules, and passes all others to the original. Nothing else of 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from vargen.compat import installed_version
+from vargen.compat import installed_version, without_autocast
 from vargen.decoding import Accelerator, decode
 from vargen.decoding.methods import resolve_method
-from vargen.in_place.generate_calls import GenerateCall, PassThroughError, resolve_call
-from vargen.in_place.image_calls import ImagePlan, cut_at_end, find_change, is_image_call, plan_call
+from vargen.in_place.generate_calls import GenerateCall, PassThroughError, bind_arguments, resolve_call
+from vargen.in_place.image_calls import CallDescription, ImagePlan, cut_at_end, find_change, is_image_call, plan_call
+from vargen.in_place.overrides import refuse_overrides
 from vargen.in_place.summary import Summary
 from vargen.models.guidance import Guidance
 from vargen.models.transformers.base import ImageLanguageModel, validate_network
@@ -100,9 +102,9 @@ def disable(model: Any) -> Any:
     target = _find_target(model)
     if isinstance(target, VisualPipeline):
         if target.summary is not None:
-            target.summary = None
             own = target.__dict__
-            own.pop("default_method", None)
+            for name in ("summary", "default_method"):
+                own.pop(name, None)
             if (previous := own.pop("_method_before")) is not None:
                 own["default_method"] = previous
         return model
@@ -113,6 +115,8 @@ def disable(model: Any) -> Any:
         del target.__dict__["generate"], _ENABLED[target]
         if enabled.previous is not None:
             target.__dict__["generate"] = enabled.previous
+    elif isinstance(vars(target).get("generate"), EnabledGenerate):  # of the model that this one is a shallow copy of
+        del target.__dict__["generate"]
     return model
 
 
@@ -188,8 +192,12 @@ _ENABLED: weakref.WeakKeyDictionary[Any, EnabledGenerate] = weakref.WeakKeyDicti
 
 
 def _find_enabled(model: Any) -> EnabledGenerate | None:
+    """Return what enabled this very model: its shallow copies have the attribute, too."""
     own = vars(model).get("generate")
-    return own if isinstance(own, EnabledGenerate) else _ENABLED.get(model)
+    if own is None:  # it was deleted
+        _ENABLED.pop(model, None)
+    found = own if isinstance(own, EnabledGenerate) else _ENABLED.get(model)
+    return None if found is None or not found.is_of(model) else found
 
 
 class EnabledGenerate:
@@ -200,14 +208,20 @@ class EnabledGenerate:
     """
 
     def __init__(self, model: Any, method: Accelerator, draft_model: Any = None, heads: Mapping[str, Any] | None = None):
-        self.previous = vars(model).get("generate")
+        own = vars(model).get("generate")
+        self.previous = None if isinstance(own, EnabledGenerate) else own  # that of a shallow copy is its original's
         self.summary, self._draft_model, self._heads = Summary(method), draft_model, dict(heads or {})
         self._attach(model)
 
     def _attach(self, model: Any) -> None:
         self._model = weakref.ref(model)
         _ENABLED[model] = self
-        functools.update_wrapper(self, type(model).generate)  # signature and docstring
+        functools.update_wrapper(self, type(model).generate)
+        self.__signature__ = inspect.signature(type(model).generate.__get__(model))
+
+    def is_of(self, model: Any) -> bool:
+        """Whether it belongs to a model, and not to one that was copied."""
+        return self._model() is model
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("previous", "summary", "_draft_model", "_heads")
@@ -222,16 +236,16 @@ class EnabledGenerate:
         model = self._model()
         if model is None:
             raise ReferenceError("the model that was enabled is gone: this generate belongs to a shallow copy of it")
-        known = describe_language_model(model)
+        known = without_autocast(describe_language_model)(model)
         if not is_image_call(known, args, options):
             return self._call_original(model, args, options)
         try:
             if model.training:
                 raise PassThroughError("the model is in training mode")
-            _refuse_hooks(model, known)
-            plan = plan_call(known, resolve_call(model, args, options))
-            with torch.no_grad(), _outer_hook(model):
-                return self._generate(model, plan, args, options)
+            refuse_overrides(model, known)
+            call = resolve_call(model, args, options)
+            with torch.no_grad(), _outer_hook(model, known):
+                return self._generate(model, known, call, bind_arguments(model, args, options))
         except PassThroughError as error:
             reason = str(error)
         if self.summary.add_original(reason):
@@ -245,11 +259,14 @@ class EnabledGenerate:
         """Return how the loop sees the model in one call. Raises `ValueError` for a network that it cannot run."""
         draft = None
         if self._draft_model is not None:
-            draft = TransformersTokenModel(describe_language_model(_find_target(self._draft_model)), guidance)
+            known = describe_language_model(_find_target(self._draft_model))
+            same = description.with_model(known) if isinstance(description, CallDescription) else known
+            draft = TransformersTokenModel(same, guidance)
         return TransformersTokenModel(description, guidance, draft, draft_heads=bind_heads(self._heads, description.device))
 
-    def _generate(self, model: Any, plan: ImagePlan, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        call, count = plan.call, len(plan.call.ids)
+    @without_autocast
+    def _generate(self, model: Any, known: ImageLanguageModel, call: GenerateCall, options: dict[str, Any]) -> Any:
+        plan, count = plan_call(known, call), len(call.ids)
         try:
             target = self.token_model(plan.description, Guidance(call.guidance_scale))
             self.summary.method.bind(target, 0)
@@ -260,24 +277,24 @@ class EnabledGenerate:
         found = decode(target, plan.rows, seeds, self.summary.method, plan.sampling)
         self.summary.add(found.stats)
         tokens = found.tokens.to(call.ids.device)
-        if plan.whole_sequence:
-            tokens = self._complete(model, plan, tokens, args, options)
+        tokens = _complete(model, plan, tokens, options) if plan.whole_sequence else tokens.to(call.ids.dtype)
         return GenerateDecoderOnlyOutput(sequences=tokens) if call.returns_dict else tokens
 
-    def _complete(self, model: Any, plan: ImagePlan, tokens: Tensor, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-        """Return prompts and new ids `[B, P + T]`, cut at the ends of sequences and padded behind them."""
-        call, ids = plan.call, plan.description.ids
-        length = len(plan.schedule) or call.max_new_tokens
-        new = (tokens if ids is None else ids.to(tokens.device)[tokens])[:, :length]
-        rows = [cut_at_end(row, call.end) for row in new]
-        for number, row in enumerate(rows):
-            if (place := find_change(plan, number, row)) is not None:
-                rows[number] = _continue_sequence(model, call, number, row[:place], options)
-        rest = max(map(len, rows))
-        padded = torch.full((len(rows), rest), call.pad, dtype=call.ids.dtype, device=call.ids.device)
-        for number, row in enumerate(rows):
-            padded[number, : len(row)] = row
-        return torch.cat([call.ids, padded], 1)
+
+def _complete(model: Any, plan: ImagePlan, tokens: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return prompts and new ids `[B, P + T]`, cut at the ends of sequences and padded behind them."""
+    call, ids = plan.call, plan.description.ids
+    length = len(plan.schedule) or call.max_new_tokens
+    new = (tokens if ids is None else ids.to(tokens.device)[tokens])[:, :length]
+    rows = [cut_at_end(row, call.end) for row in new]
+    for number, row in enumerate(rows):
+        if (place := find_change(plan, number, row)) is not None:
+            rows[number] = _continue_sequence(model, call, number, row[:place], options)
+    rest = max(map(len, rows))
+    padded = torch.full((len(rows), rest), call.pad, device=call.ids.device)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return torch.cat([call.ids, padded], 1)
 
 
 def _continue_sequence(model: Any, call: GenerateCall, number: int, new: Tensor, options: dict[str, Any]) -> Tensor:
@@ -303,19 +320,11 @@ def _continue_sequence(model: Any, call: GenerateCall, number: int, new: Tensor,
     return type(model).generate(model, **{**given, **changed})[0, width:]
 
 
-def _refuse_hooks(model: Any, known: ImageLanguageModel) -> None:
-    """Raise `PassThroughError` for hooks on the modules around the body, which our loop does not call."""
-    around = [] if isinstance(known, Janus) else [model, model.model]  # the loop of Janus does not call them, either
-    for each in around:
-        if each._forward_hooks or each._forward_pre_hooks:
-            raise PassThroughError(f"a forward hook is on the {type(each).__name__}")
-
-
 @contextmanager
-def _outer_hook(model: Any) -> Iterator[None]:
+def _outer_hook(model: Any, known: ImageLanguageModel) -> Iterator[None]:
     """Let the hook of accelerate on the whole model run, which moves its weights, as around its `forward`."""
     hook = getattr(model, "_hf_hook", None)
-    if hook is None:
+    if hook is None or isinstance(known, Janus):  # whose own loop does not call it, either
         yield
         return
     hook.pre_forward(model)

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -72,8 +73,7 @@ def resolve_call(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> 
     Raises:
         PassThroughError: for what our loop does not do.
     """
-    given = inspect.signature(type(model).generate).bind(model, *args, **options).arguments
-    given = {**given, **given.get("kwargs", {})}
+    given = bind_arguments(model, args, options)
     for name in _ORIGINAL_ONLY:
         if given.get(name) is not None and given[name] is not False:
             raise PassThroughError(f"{name} is given")
@@ -98,6 +98,12 @@ def resolve_call(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> 
     )  # fmt: skip
 
 
+def bind_arguments(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of `generate` by name."""
+    given = inspect.signature(type(model).generate).bind(model, *args, **options).arguments
+    return {**{name: value for name, value in given.items() if name not in ("self", "kwargs")}, **given.get("kwargs", {})}
+
+
 def _stop_before_sampling(
     model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **inputs: Any
 ) -> None:
@@ -109,39 +115,46 @@ def _resolve_image_mode(model: Any, args: tuple[Any, ...], options: dict[str, An
 
     A second object of the model's class, with the same modules, runs it and stops at the inputs of the first pass.
     """
-    probe, found = copy(model), dict[str, Any]()
+    probe = copy(model)
+    probe.__class__ = _make_probe(type(model))
+    try:
+        probe.__class__.generate(probe, *args, **options)
+    except _Resolved as resolved:
+        ids, mask = resolved.values
+    else:
+        raise PassThroughError("generate of this version of transformers prepares its inputs in another way")
+    config, processors = probe.resolved
+    _require_plain(config)
+    if not any(type(each).__name__ == "ClassifierFreeGuidanceLogitsProcessor" for each in processors):
+        raise PassThroughError("guidance_scale is not above 1")  # transformers fails, too
+    scale, _, _, values = _read_processors(processors)
+    sampling = _to_sampling(config, values)
+    (own, blank), (valid, blank_valid) = ids.chunk(2), _to_mask(mask, ids).chunk(2)
+    return GenerateCall(
+        own, valid, sampling, scale, (blank, blank_valid), returns_dict=bool(config.return_dict_in_generate)
+    )  # fmt: skip
 
-    class Probe(type(model)):  # type: ignore[misc]
+
+@cache
+def _make_probe(kind: Any) -> Any:
+    """Return a subclass of a model's class that notes the configuration and processors, and stops at the first inputs."""
+
+    class Probe(kind):  # type: ignore[misc]
         def _get_logits_processor(self, generation_config: Any = None, **others: Any) -> Any:
-            found["config"] = generation_config
-            found["processors"] = super()._get_logits_processor(generation_config=generation_config, **others)
-            return found["processors"]
+            found = super()._get_logits_processor(generation_config=generation_config, **others)
+            self.resolved = generation_config, found
+            return found
 
         def _get_cache(self, *_: Any, **__: Any) -> None:
             """Allocate none."""
 
         _prepare_static_cache = _get_cache
 
+        @wraps(kind.prepare_inputs_for_generation)  # whose signature says which keywords a call may have
         def prepare_inputs_for_generation(self, *_: Any, input_ids: Tensor, attention_mask: Any = None, **__: Any) -> Any:
             raise _Resolved(input_ids, attention_mask)
 
-    probe.__class__ = Probe
-    try:
-        Probe.generate(probe, *args, **options)
-    except _Resolved as resolved:
-        ids, mask = resolved.values
-    else:
-        raise PassThroughError("generate of this version of transformers prepares its inputs in another way")
-    config = found["config"]
-    _require_plain(config)
-    scale, _, _, values = _read_processors(found["processors"])
-    sampling = _to_sampling(config, values)
-    if scale == 1:
-        raise PassThroughError("guidance_scale is not above 1")  # transformers fails, too
-    (own, blank), (valid, blank_valid) = ids.chunk(2), _to_mask(mask, ids).chunk(2)
-    return GenerateCall(
-        own, valid, sampling, scale, (blank, blank_valid), returns_dict=bool(config.return_dict_in_generate)
-    )  # fmt: skip
+    return Probe
 
 
 def _require_plain(config: Any) -> None:
@@ -159,6 +172,8 @@ def _to_mask(mask: Tensor | None, ids: Tensor) -> Tensor:
     valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     if not valid[:, -1].all():
         raise PassThroughError("prompts are padded on the right: set padding_side='left'")
+    if (valid[:, :-1] & ~valid[:, 1:]).any():
+        raise PassThroughError("the attention mask has a hole")
     return valid
 
 

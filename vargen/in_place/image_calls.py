@@ -16,6 +16,7 @@ from vargen.decoding import Sampling
 from vargen.in_place.generate_calls import GenerateCall, PassThroughError
 from vargen.models.transformers.base import ImageLanguageModel, PromptRows
 from vargen.models.transformers.supported import GLMImage, Janus, PreviewDrafter, grid_offsets
+from vargen.values import one_line
 
 _FAR = 1e4  # an id that is no code is like no other token
 Allowed = tuple[int, ...]
@@ -61,9 +62,14 @@ class CallDescription(ImageLanguageModel):
         ids: Tensor | None = None, forced: Tensor | None = None, offsets: Tensor | None = None,
     ):  # fmt: skip
         super().__init__(known.model)
+        self._call = grid, vocab, ids, forced, offsets
         self.class_name, self.body, self.grid, self.vocab = known.class_name, known.body, grid, vocab
         self.ids, self.forced, self._offsets, self._known = ids, forced, offsets, known
         self.codebook = _arrange_codebook(known, vocab, ids)
+
+    def with_model(self, known: ImageLanguageModel) -> CallDescription:
+        """Return the same for another model, which drafts for this one."""
+        return CallDescription(known, *self._call)
 
     def positions(self, start: Tensor, index: Tensor) -> Tensor:
         if self._offsets is None:
@@ -119,7 +125,7 @@ def _plan_grids(known: GLMImage, call: GenerateCall) -> ImagePlan:
     T = call.max_new_tokens
     if not 1 <= T <= offsets.shape[1] + 1:
         raise PassThroughError(f"max_new_tokens is {T}, and the image has {offsets.shape[1]} tokens")
-    vocab = model.get_output_embeddings().weight.shape[0]
+    vocab = model.config.text_config.vision_vocab_size
     description = CallDescription(known, (1, T), vocab, offsets=offsets.to(known.device))
     if len(sizes) == 2 and offsets.shape[1] <= T:
         description.low_res = PreviewDrafter(vocab, sizes[0], sizes[1])
@@ -138,7 +144,7 @@ def read_grids(
     grids, count = image_grid_thw, images_per_sample
     parts = [grids] * len(ids) if count is None else list(grids.split(count.tolist()))
     if len(parts) != len(ids) or any(not torch.equal(each, parts[0]) for each in parts):
-        raise PassThroughError("images differ in size")
+        raise PassThroughError("image_grid_thw does not have the same grids for each prompt")
     if (ids == image_end).any():
         raise PassThroughError("the prompt holds an image")
     return [(int(rows), int(columns)) for _, rows, columns in reversed(parts[0].tolist())]
@@ -186,20 +192,26 @@ class AllowedIds:
 
     def __init__(self, function: Callable[[int, Tensor], Any]):
         self._function = function
-        self._read: dict[int, tuple[Any, Allowed]] = {}  # by address of an answer, which is kept so that it stays its own
+        self._read: dict[int, tuple[Any, list[int], Allowed]] = {}  # by address: the answer, as it was, and read
         self._known: dict[Allowed, Allowed] = {}
 
     def __call__(self, number: int, sequence: Tensor) -> Allowed:
         """Return the ids that may follow a sequence `[P]` of the batch; `PassThroughError` if there are none."""
         answer = self._function(number, sequence)
         if isinstance(answer, list | tuple) and id(answer) in self._read:
-            return self._read[id(answer)][1]
-        ids = tuple(sorted(answer.flatten().tolist() if isinstance(answer, Tensor) else map(int, answer)))
+            _, before, ids = self._read[id(answer)]
+            if before == list(answer):  # a function may change the list that it returned
+                return ids
+        if isinstance(answer, Tensor) and (answer.dim() != 1 or answer.dtype in (torch.bool, torch.uint8)):
+            raise PassThroughError(f"prefix_allowed_tokens_fn returns a {answer.dtype} of {answer.dim()} dimensions")
+        if not isinstance(answer, list | tuple | range) and not hasattr(answer, "tolist"):
+            raise PassThroughError(f"prefix_allowed_tokens_fn returns a {type(answer).__name__}")
+        ids = tuple(sorted(map(int, answer.tolist() if isinstance(answer, Tensor) else list(answer))))
         if not ids:
             raise PassThroughError("prefix_allowed_tokens_fn allows no id")
         ids = self._known.setdefault(ids, ids)
         if len(self._read) < 100:
-            self._read[id(answer)] = answer, ids
+            self._read[id(answer)] = answer, list(answer), ids
         return ids
 
 
@@ -210,7 +222,12 @@ def _expect_allowed(allowed: AllowedIds, call: GenerateCall) -> list[Allowed]:
     found: list[Allowed] = []
     for position in range(call.max_new_tokens):
         length = len(prompt) + position
-        found.append(allowed(0, sequence[:length]))
+        try:
+            found.append(allowed(0, sequence[:length]))
+        except PassThroughError:
+            raise
+        except Exception as error:  # on ids that may never be sampled
+            raise PassThroughError(f"prefix_allowed_tokens_fn fails in advance: {one_line(error)}") from error
         sequence[length] = found[-1][0]
         if len(found[-1]) == 1 and found[-1][0] in call.end:
             break

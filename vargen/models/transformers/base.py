@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from vargen.folders.transformers_networks import NetworkKind
+from vargen.kernels.host import is_hooked
 from vargen.models.llamagen.blocks import MAX_GRID
-from vargen.models.storage import find_device, read_weight
+from vargen.models.storage import find_device
 from vargen.values import parse_int, short_repr
 from vargen.weight_files import weights_digest
 
@@ -229,14 +230,15 @@ def tokenize(processor: Any, prompts: Sequence[str], **options: Any) -> list[Any
 def make_sliced_head(module: Any, ids: Tensor | slice) -> Callable[[Tensor], Tensor]:
     """Return an output layer for some of the tokens of `module`, whose other weights are then not read.
 
-    A quantized layer is run whole, and its logits are sliced.
+    A layer that is quantized, adapted, hooked or replaced in part is run whole, and its logits are sliced.
     """
-    weight = read_weight(module).detach()
-    if not isinstance(ids, slice):
-        ids = ids.to(weight.device)
-    if type(module) is not torch.nn.Linear or not weight.is_floating_point():
+    changed = type(module) is not torch.nn.Linear or "forward" in vars(module) or is_hooked(module)
+    if changed or module._forward_hooks or module._forward_pre_hooks or type(module.weight) is not torch.nn.Parameter:
         return lambda hidden: module(hidden)[..., ids]
-    part, bias = weight[ids], None if module.bias is None else read_weight(module, "bias").detach()[ids]
+    weight = module.weight.detach()
+    if type(weight) is not Tensor or not weight.is_floating_point():  # of torchao
+        return lambda hidden: module(hidden)[..., ids]
+    part, bias = weight[ids], None if module.bias is None else module.bias.detach()[ids]
     return lambda hidden: torch.nn.functional.linear(hidden, part, bias)
 
 
@@ -254,6 +256,9 @@ def validate_network(described: ImageLanguageModel) -> None:
     if other or getattr(config, "sliding_window", None):
         found = ", ".join(other) or "sliding windows"
         raise ValueError(f"layers of {type(model).__name__} must attend to all tokens, got {found}")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if (kind := rope.get("rope_type", rope.get("type"))) in ("dynamic", "longrope"):
+        raise ValueError(f"rotary positions of {type(model).__name__} must not depend on the length, got {kind}")
     if model.training:
         raise ValueError(f"{type(model).__name__} must be in evaluation mode, got training mode: call model.eval()")
     devices = {str(described.device): None, **{str(find_device(layer)): None for layer in described.body.layers}}

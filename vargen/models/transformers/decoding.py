@@ -93,7 +93,7 @@ class TransformersTokenModel(GuidedTokenModel):
         self._scale: float | Tensor = self.guidance.scale  # of a bound model: float32 [slots, 1, 1]
         self.device = language_model.device
         self.dtype = language_model.model.get_input_embeddings().weight.dtype
-        body = language_model.body
+        body = getattr(language_model.body, "_orig_mod", language_model.body)  # of torch.compile
         config = body.config.get_text_config()
         heads = config.num_attention_heads
         self._kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)

@@ -39,8 +39,9 @@ class Janus(ImageLanguageModel):
     def __init__(self, model: Any):
         super().__init__(model)
         self.body = model.model.language_model
-        side = int(model.model.vision_model.config.num_image_tokens**0.5)
-        self.grid = (side, side)
+        count = int(model.model.vision_model.config.num_image_tokens)
+        side = math.isqrt(count)
+        self.grid = (side, side) if side**2 == count else (1, count)
         codebook = read_weight(model.model.vqmodel.quantize.embedding).detach()
         self.vocab = len(codebook)
         self.codebook = F.normalize(codebook.float(), dim=1)  # as the quantizer compares them
