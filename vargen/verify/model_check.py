@@ -280,8 +280,9 @@ class ModelCheck:
         tokens = self._decode(0, self.pipe.baseline, size)
         own = compute_pass_logits(self.decoder.model, rows, tokens)
         model = self.decoder.model
+        dtype = torch.float32 if model.device.type == "cpu" else self.pipe.transformer.dtype  # of what is not a product
         try:
-            small = open_benchmark_model(str(self.pipe.folder), self.pipe.transformer.dtype, model.device, "int8")
+            small = open_benchmark_model(str(self.pipe.folder), dtype, model.device, "int8")
         except (ValueError, TypeError) as error:
             raise NotCheckedError(one_line(error)) from error
         found = compute_pass_logits(small.pipe.decoding_model(model.guidance), rows, tokens)
