@@ -193,9 +193,12 @@ def test_an_error_of_a_check_is_its_finding(check: Any, text_model: Path, monkey
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError(f"no file {text_model}/x.json")
 
+    wrong = {"difference": float("nan"), "largest": 1.0, "same": 0, "of": 7}
+    monkeypatch.setattr(model_check, "_compare_logits", lambda *_: wrong)
     monkeypatch.setattr(model_check, "compare_methods", fail)
     result, page, found = check(text_model, "--prompt-file", "two.txt")
     assert result.exit_code == 1 and found["methods"]["result"] == "failed" and "RuntimeError: no file x.json" in page
+    assert found["chains and trees"]["result"] == "different" and "largest difference nan" in page
     assert found["gumbel and ar"]["result"] == "not checked" and not Path("out/images.png").exists()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -152,7 +154,11 @@ def write_report(folder: Path, pipe: Any, found: ModelCheck, head: dict[str, Any
         has_images = False
     if not has_images:
         (folder / FILES[2]).unlink(missing_ok=True)  # of an earlier run
-    common.write_text(folder / FILES[1], remove_folders(to_json({**head, **found.to_dict()})) + "\n")
+    milliseconds = {str(width): value for width, value in found.milliseconds.items()}
+    results = {name: [asdict(each) for each in getattr(found, name)] for name in ("findings", "methods")}
+    document = {**head, **results, "milliseconds": milliseconds, "notes": found.notes}
+    document = json.loads(json.dumps(document), parse_constant=str)  # JSON has no NaN, which a broken model may return
+    common.write_text(folder / FILES[1], remove_folders(to_json(document)) + "\n")
     common.write_text(folder / FILES[0], remove_folders("\n".join(format_page(found, head, has_images))) + "\n")
 
 

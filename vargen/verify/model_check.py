@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vargen.bench.compare import Comparison, MethodResult, compare_methods, open_decoder
 from vargen.bench.passes import describe_dtype, open_benchmark_model
-from vargen.decoding import DEFAULT_METHOD, Progress, Sampling, Tree, list_methods
+from vargen.decoding import DEFAULT_METHOD, PRESETS, Progress, Sampling, Tree
 from vargen.in_place.own_generate import NotCheckedError, generate_both
 from vargen.models.transformers.supported import Chameleon, Janus
 from vargen.pipelines.language_model import LanguageModelPipeline
@@ -150,14 +150,14 @@ class ModelCheck:
     def _core_methods(self) -> dict[str, Any]:
         """Return the core presets that the model can run, the baseline first; the others become notes."""
         found, missing = {}, dict[str, list[str]]()
-        for preset in list_methods(self.pipe.paradigm):
+        for known in self.pipe.list_methods():
+            preset, reason = PRESETS[known.name], known.unsupported_reason
             if preset.experimental or preset.name == DEFAULT_METHOD:
                 continue
-            try:
-                self.pipe.validate_method(preset)
+            if reason is None:
                 found[preset.name] = preset
-            except (ValueError, TypeError) as error:
-                missing.setdefault(one_line(error), []).append(preset.name)
+            else:
+                missing.setdefault(one_line(reason), []).append(preset.name)
         self.notes += [f"{', '.join(names)}: {reason}" for reason, names in missing.items()]
         return found
 
@@ -365,16 +365,6 @@ class ModelCheck:
             self.methods.append(row)
             row.speedup = self.methods[0].seconds_per_image / row.seconds_per_image
         return Finding("", "measured", f"{videos} videos of {blocks} blocks by each of {len(methods)} methods")
-
-    # -- results -----------------------------------------------------------------------------------------------------------
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return {
-            "dtype": self.dtype, "findings": [asdict(each) for each in self.findings], "notes": self.notes,
-            "milliseconds": {str(width): value for width, value in self.milliseconds.items()},
-            "methods": [asdict(each) for each in self.methods],
-        }  # fmt: skip
 
 
 def _show_part(progress: Callable[[int, int], None], part: int, parts: int, done: int, total: int) -> None:
