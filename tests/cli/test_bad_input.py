@@ -129,6 +129,12 @@ COMMANDS: dict[str, list[tuple[str, str]]] = {
         ("arr", "'ar'"), ("no_such_module:x", "method"), ("json:nothing", "method"), ("..:x", "method"),
         ("sjd:window=x", "window"), ("json:dumps", "method"),
     ],
+    "check": [
+        ("", "MODEL"), ("emojy", "emoji"), ("TEXT --minutes 0", "minutes"), ("TEXT -o prompts.txt", "output"),
+        ("TEXT -o /proc/x", "output"), ("TEXT --prompt-file none.txt", "prompt_file"), ("DAMAGED", "damaged"),
+        ("CLASS --prompt-file prompts.txt", "prompt_file"), ("TEXT --prompt-file pipe", "prompt_file"),
+        ("TEXT --dtype int8", "dtype"),
+    ],
     "serve --port 0": [
         ("--port 70000", "port"), ("--slots 0", "slots"), ("--max-waiting 0", "max_waiting"),
         ("--max-images 0", "max_images"), ("--timeout nan", "timeout"),

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,6 +85,7 @@ def compare_methods(
     seed: int = 0,
     settings: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    num_tokens: int | None = None,
 ) -> Comparison:
     """Generate an image of every prompt with every method; image i is that of `vargen generate` with seed `seed + i`.
 
@@ -92,6 +94,7 @@ def compare_methods(
         methods: by name; must include the pipeline's `baseline`, which speedups are relative to.
         settings: guidance_scale, temperature, top_k, top_p where they differ from the checkpoint's.
         progress: called with the numbers of finished batches and of all batches.
+        num_tokens: end each image after this many tokens, for next-token models; the others are left out of `tokens`.
     """
     if pipe.baseline not in methods:
         raise ValueError(f"methods must include {pipe.baseline!r}, the baseline of every ratio, got {', '.join(methods)}")
@@ -107,7 +110,9 @@ def compare_methods(
     groups = [slice(start, start + batch) for start in range(0, len(filled), batch)]
     with decoder.limit_threads(condition.select_rows(groups[0]), batch):  # one count for all methods
         threads = torch.get_num_threads()
-        results, all_tokens = _run_interleaved(decoder, condition, noise_seeds, groups, methods, pipe.baseline, progress)
+        results, all_tokens = _run_interleaved(
+            decoder, condition, noise_seeds, groups, methods, pipe.baseline, progress, num_tokens
+        )
     return Comparison(
         model=type(pipe.transformer).__name__,
         baseline=pipe.baseline,
@@ -129,9 +134,11 @@ def _run_interleaved(
     methods: dict[str, Method],
     baseline: str,
     progress: Callable[[int, int], None] | None,
+    num_tokens: int | None,
 ) -> tuple[list[MethodResult], dict[str, Tensor]]:
     """Run the methods in rotation; returns the results, and the tokens by method."""
     names, batch = list(methods), groups[0].stop
+    stop = None if num_tokens is None else partial(_stop_after, num_tokens)
     for name in names:  # warm-up; also fails early if a method cannot run
         decoder.decode(condition.select_rows(groups[0]), seeds[groups[0]], methods[name], callback=_stop_after_warmup)
     runs: dict[str, list[DecodeStats]] = {name: [] for name in names}
@@ -139,16 +146,16 @@ def _run_interleaved(
     total = len(groups) * len(names)
     for turn, group in enumerate(groups):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            result = decoder.decode(condition.select_rows(group), seeds[group], methods[name])
+            result = decoder.decode(condition.select_rows(group), seeds[group], methods[name], callback=stop)
             runs[name].append(result.stats)
-            tokens[name].append(result.tokens.cpu())
+            tokens[name].append(result.tokens[:, :num_tokens].cpu())
             if progress:
                 progress(sum(map(len, runs.values())), total)
     all_tokens = {name: torch.cat(parts) for name, parts in tokens.items()}
     shares = runs
     if decoder.device.type == "cuda":  # times of parts need the host to wait for the device, which timed runs avoid
         first = condition.select_rows(groups[0]), seeds[groups[0]]
-        shares = {name: [decoder.decode(*first, methods[name], profile=True).stats] for name in names}
+        shares = {name: [decoder.decode(*first, methods[name], callback=stop, profile=True).stats] for name in names}
     results = [_result(methods[name], name, runs, baseline, all_tokens, batch) for name in names]
     for measured in results:
         whole = sum(run.seconds for run in shares[measured.name])
@@ -159,6 +166,10 @@ def _run_interleaved(
 
 def _stop_after_warmup(progress: Progress) -> bool:
     return progress.step < 12
+
+
+def _stop_after(num_tokens: int, progress: Progress) -> bool:
+    return int(progress.length.min()) < num_tokens
 
 
 def _spread(values: list[float]) -> tuple[float, tuple[float, float]]:

@@ -185,7 +185,7 @@ def loading(ctx: typer.Context, folder: Path | None) -> dict[str, Any]:
 
     place = device.select_device(ctx.params["device"])
     explain_kernels(place)  # logged before weights are loaded
-    name, quantization = ctx.params["dtype"], ctx.params["quantization"]
+    name, quantization = ctx.params["dtype"], ctx.params.get("quantization")
     validate_quantization(quantization, place)
     if name != "auto":
         dtype = getattr(torch, name)

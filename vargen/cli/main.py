@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from vargen import __version__
-from vargen.cli import bench, compare, convert, demo, evaluate, export, generate, info, serve, train, verify
+from vargen.cli import bench, check, compare, convert, demo, evaluate, export, generate, info, serve, train, verify
 from vargen.cli.common import Verb
 from vargen.cli.console import Commands, configure_logging, raise_on_sigterm
 
@@ -45,6 +45,7 @@ app.command("generate", cls=Verb)(generate.generate)
 app.command("regenerate", cls=Verb)(generate.regenerate)
 app.command("compare", cls=Verb)(compare.compare)
 app.command("verify", cls=Verb)(verify.verify)
+app.command("check", cls=Verb)(check.check)
 app.command("eval", cls=Verb)(evaluate.evaluate)
 app.command("demo", cls=Verb)(demo.demo)
 app.command("serve", cls=Verb)(serve.serve_model)
