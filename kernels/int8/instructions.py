@@ -24,7 +24,7 @@ _INSTRUCTIONS = {
     "Arm dot product": ("dot", "asimddp"),
     "Arm bf16": ("bf16",),
 }
-# The sets, fastest first, and what a CPU needs for each: one of these; none: nothing. AVX-512 VNNI has the shorter vectors, too.
+# The sets, fastest first, and what a CPU needs for each: one of these, or nothing. AVX-512 VNNI has the short vectors, too.
 SETS = {"avx512-vnni": {"AVX-512 VNNI"}, "avx-vnni": {"AVX-VNNI", "AVX-512 VNNI"}, "avx2": {"AVX2"}, "plain": set[str]()}
 
 

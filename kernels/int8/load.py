@@ -180,8 +180,7 @@ def _code_folder() -> Path:
     Numba would miss changes of a function's callees: it looks at the place, time and size of one source file only.
     """
     versions = installed_version("numba"), installed_version("llvmlite"), sys.version, platform.machine(), cpu_instructions()
-    versions = *versions, instruction_set()
-    digest = hashlib.sha256(repr(versions).encode())
+    digest = hashlib.sha256(repr((*versions, instruction_set())).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(f"{source} {source.stat().st_mtime_ns}".encode() + source.read_bytes())
     parent = Path(os.environ.get("NUMBA_CACHE_DIR") or cache_folder() / "compiled")

@@ -116,7 +116,7 @@ def _resolve_image_mode(model: Any, args: tuple[Any, ...], options: dict[str, An
     A second object of the model's class, with the same modules, runs it and stops at the inputs of the first pass.
     """
     probe = copy(model)
-    probe.__class__ = _make_probe(type(model))
+    probe.__class__ = _make_probe(type(model))  # type: ignore[arg-type]
     try:
         probe.__class__.generate(probe, *args, **options)
     except _Resolved as resolved:
@@ -136,10 +136,10 @@ def _resolve_image_mode(model: Any, args: tuple[Any, ...], options: dict[str, An
 
 
 @cache
-def _make_probe(kind: Any) -> Any:
+def _make_probe(kind: type[Any]) -> Any:
     """Return a subclass of a model's class that notes the configuration and processors, and stops at the first inputs."""
 
-    class Probe(kind):  # type: ignore[misc]
+    class Probe(kind):
         def _get_logits_processor(self, generation_config: Any = None, **others: Any) -> Any:
             found = super()._get_logits_processor(generation_config=generation_config, **others)
             self.resolved = generation_config, found
