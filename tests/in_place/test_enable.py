@@ -23,8 +23,9 @@ from tiny_models import text_pipeline, text_var_pipeline
 
 import vargen
 from vargen.in_place.enabling import EnabledGenerate
+from vargen.models.heads.network import EagleDrafter, MedusaDrafter
 from vargen.models.transformers.base import ImageLanguageModel
-from vargen.models.transformers.supported import MODELS
+from vargen.models.transformers.supported import MODELS, describe_language_model
 
 pytestmark = needs_janus
 CORE = ("ar", "gumbel", "auto", "sjd", "scd", "gsd")
@@ -640,6 +641,24 @@ def test_bad_input_is_refused_before_anything_changes(what: str) -> None:
         vargen.enable(model, **options)
     assert "\n" not in str(error.value)
     assert not isinstance(model, torch.nn.Module) or "generate" not in vars(model)
+
+
+@pytest.mark.parametrize("kind", [EagleDrafter, MedusaDrafter])
+def test_draft_heads_draft_for_janus(kind: Any, tmp_path: Path) -> None:
+    case = janus()
+    sizes = {"n_head": 2, "multiple_of": 8, "ffn_dim_multiplier": None, "norm_eps": 1e-5, "rope_base": 10000}
+    settings = {**sizes, **describe_language_model(case.model).head_settings}
+    kind(**{name: settings[name] for name in kind.target_settings}).save_pretrained(tmp_path)
+    expected = case.generate()
+    vargen.enable(case.model, "eagle" if kind is EagleDrafter else "medusa", drafter=tmp_path)
+    assert same(case.generate(), expected) and vargen.summary(case.model).calls == 1
+
+
+def test_the_preview_of_glm_image_drafts() -> None:
+    case = make_case("glm-image")
+    expected = case.generate()
+    vargen.enable(case.model, "mulo-exact")
+    assert same(case.generate(), expected) and vargen.summary(case.model).calls == 1
 
 
 def test_a_smaller_model_drafts(case: Case) -> None:
