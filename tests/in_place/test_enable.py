@@ -434,6 +434,7 @@ CHANGES: dict[str, Callable[[Case], Any]] = {
         case.model, "prepare_inputs_for_generation", partial(type(case.model).prepare_inputs_for_generation, case.model)
     ),
     "a subclass": lambda case: use_subclass(case.model),
+    "layers of torch.ao": lambda case: torch.ao.quantization.quantize_dynamic(case.body, {torch.nn.Linear}, inplace=True),
 }  # fmt: skip
 
 

@@ -31,6 +31,8 @@ def refuse_overrides(model: Any, known: ImageLanguageModel) -> None:
             if (own := vars(module).get(name)) is not None and not _is_own_method(own, module, name):
                 raise PassThroughError(f"{name} of the {type(module).__name__} was replaced")
     for module in model.modules():
+        if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+            raise PassThroughError(f"a {type(module).__name__} of torch.ao quantizes its inputs by all tokens of a pass")
         if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_diffusers_hook"):
             raise PassThroughError(f"a forward hook is on a {type(module).__name__}")
         hook = getattr(module, "_hf_hook", None)
