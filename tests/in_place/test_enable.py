@@ -644,21 +644,22 @@ def test_bad_input_is_refused_before_anything_changes(what: str) -> None:
     assert not isinstance(model, torch.nn.Module) or "generate" not in vars(model)
 
 
-@pytest.mark.parametrize("kind", [EagleDrafter, MedusaDrafter])
-def test_draft_heads_draft_for_janus(kind: Any, tmp_path: Path) -> None:
-    case = janus()
+@pytest.mark.parametrize("method", ["eagle", "lantern", "medusa"])
+def test_draft_heads_draft_for_janus(method: str, tmp_path: Path) -> None:
+    case, kind = janus(), MedusaDrafter if method == "medusa" else EagleDrafter
     sizes = {"n_head": 2, "multiple_of": 8, "ffn_dim_multiplier": None, "norm_eps": 1e-5, "rope_base": 10000}
     settings = {**sizes, **describe_language_model(case.model).head_settings}
     kind(**{name: settings[name] for name in kind.target_settings}).save_pretrained(tmp_path)
     expected = case.generate()
-    vargen.enable(case.model, "eagle" if kind is EagleDrafter else "medusa", drafter=tmp_path)
+    vargen.enable(case.model, method, drafter=tmp_path)
     assert same(case.generate(), expected) and vargen.summary(case.model).calls == 1
 
 
-def test_the_preview_of_glm_image_drafts() -> None:
+@pytest.mark.parametrize("method", ["mulo", "mulo-exact"])
+def test_the_preview_of_glm_image_drafts(method: str) -> None:
     case = make_case("glm-image")
     expected = case.generate()
-    vargen.enable(case.model, "mulo-exact")
+    vargen.enable(case.model, method)
     assert same(case.generate(), expected) and vargen.summary(case.model).calls == 1
 
 

@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from vargen.compat import installed_version, without_autocast
 from vargen.decoding import Accelerator, decode
 from vargen.decoding.methods import resolve_method
+from vargen.decoding.rules import speculative_sampling
+from vargen.decoding.tree_rules import traversal
 from vargen.in_place.generate_calls import GenerateCall, PassThroughError, bind_arguments, resolve_call
 from vargen.in_place.image_calls import CallDescription, ImagePlan, cut_at_end, find_change, is_image_call, plan_call
 from vargen.in_place.overrides import refuse_overrides
@@ -267,14 +270,16 @@ class EnabledGenerate:
     @without_autocast
     def _generate(self, model: Any, known: ImageLanguageModel, call: GenerateCall, options: dict[str, Any]) -> Any:
         plan, count = plan_call(known, call), len(call.ids)
+        method, greedy = self.summary.method, plan.sampling.is_greedy
+        if greedy and method.kind == "relaxed":  # greedy tokens are those of the model
+            method = replace(method, acceptance=speculative_sampling if method.drafter.topology == "chain" else traversal)
         try:
             target = self.token_model(plan.description, Guidance(call.guidance_scale))
-            self.summary.method.bind(target, 0)
+            method.bind(target, 0)
         except ValueError as error:
             raise PassThroughError(str(error)) from None
-        greedy = plan.sampling.is_greedy
         seeds = torch.zeros(count, dtype=torch.int64) if greedy else resolve_seeds(None, count).noise_seeds
-        found = decode(target, plan.rows, seeds, self.summary.method, plan.sampling)
+        found = decode(target, plan.rows, seeds, method, plan.sampling)
         self.summary.add(found.stats)
         tokens = found.tokens.to(call.ids.device)
         tokens = _complete(model, plan, tokens, options) if plan.whole_sequence else tokens.to(call.ids.dtype)
