@@ -198,7 +198,7 @@ def test_an_unknown_argument_of_opening_is_named(folder: Path, name: str) -> Non
 
 SCRIPT = """
 import sys
-sys.modules["accelerate"] = None
+sys.modules["accelerate"] = sys.modules["peft"] = None  # which needs it
 import diffusers, transformers
 import vargen.pipelines.llamagen
 from vargen.pipelines.loading import open_pipeline
