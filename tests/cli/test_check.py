@@ -96,6 +96,7 @@ def test_a_model_of_classes(check: Any, class_model: Path) -> None:
     assert found["gumbel and ar"]["figures"]["images"] == 8 and "ar | exact | 1.00" in page
 
 
+@pytest.mark.extended
 def test_a_next_scale_model(check: Any, scale_model: Path) -> None:
     result, page, found = check(scale_model, "--prompt-file", "two.txt")
     whole = found["greedy tokens and one pass without a cache"]
@@ -104,6 +105,7 @@ def test_a_next_scale_model(check: Any, scale_model: Path) -> None:
     assert "| code | relaxed |" in page and "int8" in found
 
 
+@pytest.mark.extended
 def test_a_video_model(check: Any, video_model: Path) -> None:
     result, page, found = check(video_model, "--prompt-file", "two.txt")
     plain = found["plain loop without a cache"]
@@ -148,7 +150,13 @@ def test_calls_of_generate(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("text", "float32"), ("text", "bfloat16"), ("scale", "float32"), ("video", "float32")]
+    ("kind", "dtype"),
+    [
+        ("text", "float32"),
+        ("text", "bfloat16"),
+        ("scale", "float32"),
+        pytest.param("video", "float32", marks=pytest.mark.extended),
+    ],
 )
 def test_a_broken_cache_is_reported(
     check: Any, text_model: Path, scale_model: Path, video_model: Path, kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch

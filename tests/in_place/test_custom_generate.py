@@ -87,6 +87,7 @@ def test_janus_generates_the_tokens_of_an_enabled_model(run_without_vargen: Any)
     compare(model, own, {**encoded, "cfg_scale": 3.0}, run_without_vargen)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("guided", [True, False])
 def test_emu3_generates_the_tokens_of_an_enabled_model(guided: bool, run_without_vargen: Any) -> None:
     model, processor = make_emu3()
@@ -120,6 +121,7 @@ def test_glm_image_generates_the_tokens_of_an_enabled_model(run_without_vargen: 
     compare(model, call, call, run_without_vargen, sequences=1)  # grids are not expanded
 
 
+@pytest.mark.extended
 def test_what_is_not_supported_is_said_in_a_sentence(run_without_vargen: Any) -> None:
     model, encoded = janus_call()
     wrong = {

@@ -621,7 +621,7 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "missing heads": (lambda: janus().model, {"method": "eagle"}, "eagle"),
     "a draft model of another grid": (
         lambda: janus().model,
-        {"method": "speculative", "draft_model": make_janus(side=3)[0]},
+        {"method": "speculative", "draft_model": lambda: make_janus(side=3)[0]},
         "grid",
     ),
     "heads that are not there": (lambda: janus().model, {"method": "eagle", "drafter": "/no/such/folder"}, "folder"),
@@ -636,8 +636,8 @@ def change_attention(model: Any, name: str) -> Any:
 
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input_is_refused_before_anything_changes(what: str) -> None:
-    make_model, options, message = BAD[what]
-    model = make_model()
+    make_model, given, message = BAD[what]
+    model, options = make_model(), {name: value() if callable(value) else value for name, value in given.items()}
     with pytest.raises((ValueError, TypeError, OSError), match=message) as error:
         vargen.enable(model, **options)
     assert "\n" not in str(error.value)
