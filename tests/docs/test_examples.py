@@ -63,7 +63,7 @@ def test_reinforcement_learning_raises_the_reward(
 ) -> None:
     """Of the packaged model, by the packaged scorer."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["grpo.py", "--steps", "10"])
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "a fish", "--steps", "10"])
     runpy.run_path(str(repo_root / "examples/grpo.py"), run_name="__main__")
     rewards = [float(each) for each in re.findall(r"reward ([\d.-]+)", capsys.readouterr().out)]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:3]) / 3 + 0.5
