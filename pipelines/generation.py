@@ -197,7 +197,7 @@ class ImagePipeline(VisualPipeline):
             if return_log_probs and return_dict and result.finished:
                 log_probs = self._compute_log_probs(request, result.tokens)
         self.maybe_free_model_hooks()
-        if self.summary is not None and self.summary.method == method:
+        if self.summary is not None:
             self.summary.add(result.stats)
         if not return_dict:
             return (images,)

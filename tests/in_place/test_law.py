@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from generate_cases import Case, emu3, glm, janus
+from summed_model import SummedModel
 from tiny_language_models import has_release, needs_janus, randomize
 
 import vargen
-from vargen.decoding import Sampling, Tree
+from vargen.decoding import Sampling
 from vargen.decoding.methods import resolve_method
 from vargen.decoding.sampling import to_probs
 from vargen.decoding.tree_drafters import DynamicTree, Eagle
@@ -60,28 +61,6 @@ CASES: dict[str, Callable[[], Case]] = {
 def plan(case: Case) -> ImagePlan:
     options = {**case.inputs, **case.options, **SAMPLED}
     return plan_call(describe_language_model(case.model), resolve_call(case.model, (), options))
-
-
-class SummedModel(TransformersTokenModel):
-    """An enabled model as its loop sees it, small enough to enumerate: its condition is the number of rows."""
-
-    def __init__(self, model: TransformersTokenModel, rows: Any):
-        vars(self).update(vars(model))
-        self.condition, self.tokens = rows, self.grid[0] * self.grid[1]
-
-    def allocate(self, condition: torch.Tensor, width: int, slots: int | None = None) -> Any:  # type: ignore[override]
-        return super().allocate(self.condition, width, len(condition) if slots is None else slots)
-
-    def prefill(self, condition: torch.Tensor, state: Any, rows: torch.Tensor | None = None) -> Any:  # type: ignore[override]
-        return super().prefill(self.condition.repeat(len(condition)), state, rows)
-
-    @torch.no_grad()
-    def joint(self, condition: int, make_probs: Callable[[Any], Any]) -> torch.Tensor:
-        images = torch.cartesian_prod(*[torch.arange(self.vocab)] * self.tokens)
-        state, out = self.start(torch.zeros(len(images)), self.tokens)
-        later = self.forward(images[:, :-1], state, Tree.make_chain(self.tokens - 2)).logits
-        probs = make_probs(torch.cat([out.logits, later], 1)).double()
-        return probs.gather(2, images[..., None])[..., 0].prod(1).view([self.vocab] * self.tokens)
 
 
 def sum_generate(case: Case, found: ImagePlan, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:

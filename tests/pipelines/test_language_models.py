@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from summed_model import SummedModel
 from tiny_language_models import make_chameleon, make_emu3, make_glm, make_janus, needs_janus, text_config
 
 import vargen
 from vargen.compat import installed_version
-from vargen.decoding import PRESETS, Sampling, Tree, decode, list_methods
+from vargen.decoding import PRESETS, Sampling, decode, list_methods
 from vargen.models.heads.network import EagleDrafter, MedusaDrafter
 from vargen.models.transformers import supported
 from vargen.models.transformers.base import PromptRows
@@ -193,28 +194,6 @@ def test_every_preset_runs_or_says_why_not(equipped: dict[str, Any], model: str,
         assert torch.equal(found.tokens, decode(adapter, condition, seeds, "ar").tokens)
 
 
-class SummedModel(TransformersTokenModel):
-    """A model that is small enough to enumerate: its condition is the number of rows."""
-
-    def __init__(self, description: Any, condition: PromptRows):
-        super().__init__(description, 3.0)
-        self.condition, self.tokens = condition, self.grid[0] * self.grid[1]
-
-    def allocate(self, condition: torch.Tensor, width: int, slots: int | None = None) -> Any:  # type: ignore[override]
-        return super().allocate(self.condition, width, len(condition) if slots is None else slots)
-
-    def prefill(self, condition: torch.Tensor, state: Any, rows: torch.Tensor | None = None) -> Any:  # type: ignore[override]
-        return super().prefill(self.condition.repeat(len(condition)), state, rows)
-
-    @torch.no_grad()
-    def joint(self, condition: int, to_probs: Any) -> torch.Tensor:
-        images = torch.cartesian_prod(*[torch.arange(self.vocab)] * self.tokens)
-        state, out = self.start(torch.zeros(len(images)), self.tokens)
-        later = self.forward(images[:, :-1], state, Tree.make_chain(self.tokens - 2)).logits
-        probs = to_probs(torch.cat([out.logits, later], 1)).double()
-        return probs.gather(2, images[..., None])[..., 0].prod(1).view([self.vocab] * self.tokens)
-
-
 @pytest.mark.parametrize(
     ("name", "described"),
     [("scd", "janus"), ("lookup", "janus"), ("recycle", "janus"), ("sjd", "emu3"), ("scd", "emu3"), ("pac", "emu3")],
@@ -224,7 +203,7 @@ def test_exact_rules_sum_to_the_model_s_distribution(name: str, described: str) 
     model, processor = make_janus(side=2, codes=3) if described == "janus" else make_emu3(codes=2)
     description: Any = Janus(model) if described == "janus" else Emu3(model, size=(2, 1))
     condition = description.encode_prompts(processor, ["a red apple"], None)
-    summed: Any = SummedModel(description, condition)
+    summed: Any = SummedModel(TransformersTokenModel(description, 3.0), condition)
     method = PRESETS[name]
     found = sum_pass(method, summed, passes=2, sampling=Sampling(1.2, top_p=0.9))
     assert max(found.distance, found.draft_distance) < 1e-5
@@ -234,7 +213,9 @@ def test_drafts_from_a_preview_are_exact() -> None:
     """A preview of two tokens, and an image of two, in the places of the four tokens of a Janus."""
     model, processor = make_janus(side=2, codes=3)
     description = Janus(model)
-    summed: Any = SummedModel(description, description.encode_prompts(processor, ["a red apple"], None))
+    summed: Any = SummedModel(
+        TransformersTokenModel(description, 3.0), description.encode_prompts(processor, ["a red apple"], None)
+    )
     summed.low_res = PreviewDrafter(3, (1, 2), (1, 2))
     summed.low_res.grid = summed.grid
     found = sum_pass(PRESETS["mulo-exact"], summed, passes=2, sampling=Sampling(1.2, top_p=0.9))

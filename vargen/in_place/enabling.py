@@ -31,7 +31,7 @@ from vargen.in_place.summary import Summary
 from vargen.models.guidance import Guidance
 from vargen.models.transformers.base import ImageLanguageModel, validate_network
 from vargen.models.transformers.decoding import TransformersTokenModel
-from vargen.models.transformers.supported import MODELS, Chameleon, Janus, describe_language_model
+from vargen.models.transformers.supported import MODELS, Chameleon, Janus, describe_language_model, find_description
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.language_model import bind_heads, open_heads
 from vargen.pipelines.seeds import resolve_seeds
@@ -168,7 +168,7 @@ def _find_target(model: Any) -> Any:
     parts = getattr(found, "components", None)
     candidates = [found, *parts.values()] if isinstance(parts, Mapping) else [found]
     for each in candidates:
-        if isinstance(each, nn.Module) and any(base.__name__ in MODELS for base in type(each).__mro__):
+        if isinstance(each, nn.Module) and find_description(each) is not None:
             return each if each is found else _find_target(each)
     raise TypeError(
         f"model must be one of {', '.join(MODELS)}, or a pipeline with one, got {short_repr(type(model).__name__)}; "
@@ -217,7 +217,7 @@ class EnabledGenerate:
         self._attach(model)
 
     def _attach(self, model: Any) -> None:
-        self._model = weakref.ref(model)
+        self._model, self._kind = weakref.ref(model), find_description(model)
         _ENABLED[model] = self
         functools.update_wrapper(self, type(model).generate)
         self.__signature__ = inspect.signature(type(model).generate.__get__(model))
@@ -239,9 +239,9 @@ class EnabledGenerate:
         model = self._model()
         if model is None:
             raise ReferenceError("the model that was enabled is gone: this generate belongs to a shallow copy of it")
-        known = without_autocast(describe_language_model)(model)
-        if not is_image_call(known, args, options):
+        if self._kind is None or not is_image_call(self._kind, options):  # None: pickled, and not described here
             return self._call_original(model, args, options)
+        known = without_autocast(describe_language_model)(model)
         try:
             if model.training:
                 raise PassThroughError("the model is in training mode")

@@ -92,13 +92,12 @@ def _arrange_codebook(known: ImageLanguageModel, vocab: int, ids: Tensor | None)
     return torch.cat([codes, codes.new_full((1, codes.shape[1]), _FAR)])[rows]
 
 
-def is_image_call(known: ImageLanguageModel, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+def is_image_call(kind: type[ImageLanguageModel], options: dict[str, Any]) -> bool:
     """Whether a call may generate an image; all others go to the original `generate` as they are."""
-    if isinstance(known, Janus):
+    if issubclass(kind, Janus):
         return options.get("generation_mode") == "image"
-    if isinstance(known, GLMImage):
-        return options.get("image_grid_thw") is not None
-    return options.get("prefix_allowed_tokens_fn") is not None
+    name = "image_grid_thw" if issubclass(kind, GLMImage) else "prefix_allowed_tokens_fn"
+    return options.get(name) is not None
 
 
 def plan_call(known: ImageLanguageModel, call: GenerateCall) -> ImagePlan:

@@ -29,7 +29,9 @@ class Summary:
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     def add(self, stats: Any) -> None:
-        """Count an accelerated call."""
+        """Count an accelerated call, unless it was by another method, which a call of a pipeline may name."""
+        if stats.accelerator != self.method.name:
+            return
         with self._lock:
             self.calls += 1
             self.last = stats

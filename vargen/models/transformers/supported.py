@@ -279,12 +279,17 @@ def validate_release(language_model: type[ImageLanguageModel]) -> None:
         raise ValueError(f"{language_model.class_name} needs transformers {since} or newer, got {installed}")
 
 
+def find_description(model: Any) -> type[ImageLanguageModel] | None:
+    """Return the class that describes a model of transformers, or of a subclass of its class; None for another object."""
+    return next((MODELS[each.__name__] for each in type(model).__mro__ if each.__name__ in MODELS), None)
+
+
 def describe_language_model(model: Any, **options: Any) -> ImageLanguageModel:
     """Return the description of a model of transformers, or of a subclass of its class.
 
     Options are those of its constructor, such as `size`, rows and columns of the image in tokens. None: the published value.
     """
-    found = next((MODELS[each.__name__] for each in type(model).__mro__ if each.__name__ in MODELS), None)
+    found = find_description(model)
     if found is None:
         raise TypeError(f"model must be one of {', '.join(MODELS)} of transformers, got {short_repr(type(model).__name__)}")
     validate_release(found)
