@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vargen.kernels.int8.load import TOKEN_PASS, CompiledCode, find_compiled_blocker
 from vargen.models.guidance import Condition
-from vargen.models.llamagen.int8 import Int8Cache
+from vargen.models.int8_cache import Int8Cache
 from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.models.quantization import quantize_network
 

@@ -17,8 +17,8 @@ from vargen.decoding import Output, Tree
 from vargen.kernels.host import is_hooked, normal_tensors
 from vargen.models.guidance import Condition, Guidance, GuidedTokenModel, cost_key, to_guidance
 from vargen.models.heads.decoding import LowResolutionDrafter
+from vargen.models.int8_cache import Int8Cache
 from vargen.models.kv_cache import KVCache
-from vargen.models.llamagen.int8 import Int8Cache
 from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.models.storage import validate_offloading
 

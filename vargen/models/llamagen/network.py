@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from vargen.kernels.host import normal_tensors
 from vargen.kernels.int8.load import TOKEN_PASS, CompiledCode
 from vargen.models.guidance import Condition, apply_guidance, validate_skipped
+from vargen.models.int8_cache import Int8Cache
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import int8
 from vargen.models.llamagen.blocks import (
@@ -31,7 +32,6 @@ from vargen.models.llamagen.blocks import (
     RMSNorm,
     rotary_factors,
 )
-from vargen.models.llamagen.int8 import Int8Cache
 from vargen.models.quantization import replace_linear_layers
 from vargen.models.storage import ModelMixin, read_weight  # noqa: F401
 
