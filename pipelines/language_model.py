@@ -23,6 +23,8 @@ from vargen.models.guidance import Guidance, to_guidance
 from vargen.models.storage import load_network, require_weights
 from vargen.models.transformers.base import ImageLanguageModel, validate_network
 from vargen.models.transformers.decoding import TransformersTokenModel
+from vargen.models.transformers.int8 import MOST_POSITIONS, Int8Network, quantize_layers, validate_int8, validate_layers
+from vargen.models.transformers.int8_decoding import Int8Parts, Int8TokenModel
 from vargen.models.transformers.supported import MODELS, describe_language_model, validate_release
 from vargen.pipelines import loading, validation
 from vargen.pipelines.families import Component, ModelFamily
@@ -44,6 +46,8 @@ class LanguageModelPipeline(NextTokenPipeline):
         draft_model: a smaller model of the same class with the same image tokens, for `accelerator="speculative"`.
         size: rows and columns of the image in tokens, for models that have more than one size. None: the published one.
         negative_format: see `Emu3`, the only model that has one.
+        quantization: `"int8"` runs the layers and the image head on a CPU with 8-bit integer products; see
+            `vargen.models.transformers.int8`.
 
     Unknown classes, a processor of another model, and models or draft models that do not fit are refused.
     """
@@ -52,7 +56,7 @@ class LanguageModelPipeline(NextTokenPipeline):
 
     def __init__(
         self, model: Any, processor: Any, draft_model: Any = None,
-        size: tuple[int, int] | None = None, negative_format: str | None = None,
+        size: tuple[int, int] | None = None, negative_format: str | None = None, quantization: str | None = None,
     ):  # fmt: skip
         self._describe = partial(describe_language_model, size=size, negative_format=negative_format)
         described = self._describe(model)
@@ -62,6 +66,11 @@ class LanguageModelPipeline(NextTokenPipeline):
         self._init_calls()
         self.model, self.processor, self.draft_model = model, processor, draft_model
         self._descriptions: dict[str, tuple[Any, ImageLanguageModel]] = {}
+        self.quantization = validate_int8(quantization, described.device)
+        self._int8_parts: dict[str, tuple[ImageLanguageModel, Int8Parts]] = {}
+        for each in (model, draft_model):
+            if quantization is not None and each is not None and not hasattr(each, "int8_network"):
+                each.int8_network = quantize_layers(self._describe(each))
         self.draft_heads: dict[str, Any] = {}
         self.register_to_config(defaults=None, id2label=None, prompt_styles=None)
         self.decoding_model()  # refuses networks that do not fit
@@ -78,6 +87,7 @@ class LanguageModelPipeline(NextTokenPipeline):
         device: str | torch.device | None = None,
         size: tuple[int, int] | None = None,
         negative_format: str | None = None,
+        quantization: str | None = None,
         **options: Any,
     ) -> Self:
         """Open a folder of transformers, with safetensors only and without running code of the folder.
@@ -88,6 +98,7 @@ class LanguageModelPipeline(NextTokenPipeline):
             torch_dtype, dtype: of both models. Default: the fastest of the device; float32 for small models on a CPU.
             device: where the models run; `"auto"` selects a GPU if there is one. Default: the CPU.
             size, negative_format: as of the class.
+            quantization: as of the class; layers are quantized one after the other while they are read.
             **options: of transformers, for the model: `device_map`, `max_memory`, `offload_folder`, `quantization_config`,
                 `attn_implementation`; `cache_dir`, `force_download`, `local_files_only`, `token` and `revision` of the hub.
 
@@ -101,6 +112,7 @@ class LanguageModelPipeline(NextTokenPipeline):
         if device is not None and options.get("device_map") is not None:
             raise ValueError(f"give device or device_map, not both; got {device!r} and {options['device_map']!r}")
         place = torch.device("cpu") if device is None else select_device(device)
+        validate_int8(quantization, place)
         fetching = {key: options.pop(key) for key in FETCHING if key in options}
         names = [each for each in (pretrained_model_name_or_path, draft_model) if each is not None]
         folders = [locate_folder(each, fetching) for each in names]
@@ -109,15 +121,25 @@ class LanguageModelPipeline(NextTokenPipeline):
         described[0].validate_processor(processor)
         for each in described[1:]:
             described[0].validate_draft(each)
+        if quantization is not None:
+            others = [name for name in ("device_map", "quantization_config") if options.get(name) is not None]
+            if others or any(each.is_quantized for each in stored):
+                where = f"beside {others[0]}" if others else "for stored weights that are quantized"
+                raise ValueError(f"quantization must be None {where}, got {quantization!r}")
+            for each in described:
+                validate_layers(each.body)
         kind = torch_dtype or dtype or loading.default_dtype(folders[0], place)
         models = []
-        for each, given in zip(stored, (options, {}), strict=False):
+        for each, known, given in zip(stored, described, (options, {}), strict=False):
+            if quantization is not None:
+                models.append(_load_int8(each, known, kind, given))
+                continue
             moves = given.get("device_map") is None  # else options of transformers place it
             if moves and (each.is_quantized or given.get("quantization_config") is not None):  # cannot be moved later
                 given, moves = {**given, "device_map": {"": place}}, False
             model = each.load(kind, **given)
             models.append(model.to(place).eval() if moves else model.eval())
-        pipe = cls(models[0], processor, models[1] if models[1:] else None, size, negative_format)
+        pipe = cls(models[0], processor, models[1] if models[1:] else None, size, negative_format, quantization)
         pipe.folder = folders[0]
         if heads := list_heads(folders[0]):
             pipe.load_drafter(*(folders[0] / name for name in heads))
@@ -136,7 +158,7 @@ class LanguageModelPipeline(NextTokenPipeline):
     @classmethod
     def from_pipe(cls, pipeline: Any, **changed: Any) -> Self:
         """Return a pipeline that shares the parts of another, but for `changed` arguments."""
-        options = pipeline._describe.keywords if isinstance(pipeline, cls) else {}
+        options = {**pipeline._describe.keywords, "quantization": pipeline.quantization} if isinstance(pipeline, cls) else {}
         pipe = super().from_pipe(pipeline, **{**options, **changed})
         if "model" not in changed:
             pipe.folder, pipe.draft_heads = pipeline.folder, dict(pipeline.draft_heads)
@@ -166,7 +188,9 @@ class LanguageModelPipeline(NextTokenPipeline):
         version = None if weight.is_inference() else weight._version  # tensors of inference mode have none
         key = (weight.device, weight.dtype, weight.data_ptr(), version)
         if name not in self._descriptions or self._descriptions[name][0] != key:
-            self._descriptions[name] = key, self._describe(model)
+            found = self._describe(model)
+            found.most_positions = None if self.quantization is None else MOST_POSITIONS
+            self._descriptions[name] = key, found
         return self._descriptions[name][1]
 
     def _device_of(self, component: Any) -> torch.device:
@@ -193,9 +217,18 @@ class LanguageModelPipeline(NextTokenPipeline):
     def decoding_model(self, guidance: Guidance | float = 1.0) -> TransformersTokenModel:
         """Return the adapter of the model and its drafters for `vargen.decoding.decode`."""
         guidance = to_guidance(guidance)
-        draft = None if self.draft_model is None else TransformersTokenModel(self._description("draft_model"), guidance)
-        described = self.language_model
-        return TransformersTokenModel(described, guidance, draft, draft_heads=bind_heads(self.draft_heads, described.device))
+        draft = None if self.draft_model is None else self._token_model("draft_model", guidance)
+        heads = bind_heads(self.draft_heads, self.language_model.device)
+        return self._token_model("model", guidance, draft, draft_heads=heads)
+
+    def _token_model(self, name: str, *args: Any, **options: Any) -> TransformersTokenModel:
+        described = self._description(name)
+        if self.quantization is None:
+            return TransformersTokenModel(described, *args, **options)
+        validate_int8(self.quantization, described.device)
+        if name not in self._int8_parts or self._int8_parts[name][0] is not described:
+            self._int8_parts[name] = described, Int8Parts(described, getattr(self, name).int8_network)
+        return Int8TokenModel(described, self._int8_parts[name][1], *args, **options)
 
     def _load_drafters(self, *drafters: Any) -> dict[str, Any]:
         heads = open_heads(self.decoding_model(), *drafters)
@@ -210,6 +243,8 @@ class LanguageModelPipeline(NextTokenPipeline):
         Args:
             kwargs: passed to `save_pretrained` of the model.
         """
+        if hasattr(self.model, "int8_network"):
+            raise ValueError("a model with quantization='int8' cannot be saved: its layers have no floating-point weights")
         if not hasattr(self.model, "hf_device_map"):  # with which transformers finds offloaded weights itself
             require_weights(self.model, "saved", "model")
         folder = expand_user(save_directory, "save_directory")
@@ -253,6 +288,15 @@ def _read_folder(
     except Exception as error:  # from a value that its class does not validate
         raise ValueError(f"{file} does not describe a {found}: {one_line(error)}") from error
     return stored, described
+
+
+def _load_int8(stored: StoredNetwork, described: ImageLanguageModel, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    """Load a network whose layers are quantized while they are read, one after the other."""
+    layers = next(name for name, module in stored.network.named_modules() if module is described.body) + ".layers"
+    model = stored.load(dtype, without=layers, **options)
+    body = describe_language_model(model).body
+    model.int8_network = Int8Network(body, partial(stored.read_layer, layers), len(described.body.layers))
+    return model
 
 
 def list_heads(folder: Path) -> list[str]:

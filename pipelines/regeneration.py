@@ -63,7 +63,9 @@ class Regeneration:
 def describe_environment(pipe: VisualPipeline) -> dict[str, Any]:
     """Return what an image records about the dtype of its model, the machine and packages."""
     device = pipe._device_of(pipe.transformer)
-    quantization = getattr(pipe.transformer.config, "quantization", None) or getattr(pipe.transformer, "gpu_format", None)
+    network = pipe.transformer
+    quantization = getattr(network.config, "quantization", None) or getattr(network, "gpu_format", None)
+    quantization = "int8" if hasattr(network, "int8_network") else quantization
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {
         "dtype": str(pipe.transformer.dtype).removeprefix("torch."),

@@ -35,6 +35,8 @@ from vargen.kernels.int8.format import (
     score_limit,
 )
 
+_ERF_SLOPE, _ERF_TERMS = 0.3275911, (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+
 
 def quantize_activations(x: Tensor, limit: int = INT8_MAX, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
     """Quantize each row `[..., D]` with its own scale.
@@ -83,6 +85,20 @@ def exact_gelu(x: Tensor) -> Tensor:
     """GELU in its tanh form for float32: x / (1 + exp(-2 y)), y = sqrt(2 / pi) (x + 0.044715 x^3)."""
     cubed = x * x * x
     return torch.div(x, exact_exp((cubed * 0.044715 + x).mul_(-2 * math.sqrt(2 / math.pi))).add_(1.0))
+
+
+def exact_erf_gelu(x: Tensor) -> Tensor:
+    """GELU in its form with erf for float32, to 2e-7: x (1 + erf(x / sqrt(2))) / 2.
+
+    1 - erf is a polynomial times exp(-x^2 / 2), by Abramowitz and Stegun 7.1.26.
+    """
+    size = x.abs()
+    t = torch.div(_constant(1.0, x), size.mul(_ERF_SLOPE * math.sqrt(0.5)).add_(1.0))
+    total = torch.full_like(t, _ERF_TERMS[0])
+    for term in _ERF_TERMS[1:]:
+        total.mul_(t).add_(term)
+    tail = total.mul_(t).mul_(exact_exp((size * size).mul_(-0.5))).mul_(0.5)  # of the normal distribution
+    return torch.where(x < 0, x * tail, x - x * tail)
 
 
 def rotate_pairs(x_RTHK: Tensor, cos_sin: Tensor) -> Tensor:

@@ -128,19 +128,19 @@ def join_layers(matrices: Sequence[Sequence[Matrix]]) -> Layers:
 
 
 def make_buffers(
-    layers: Layers, output: Matrix, slots: Slots, shape: tuple[int, int], heads: int, width: int, hidden: int
+    layers: Layers, output: Matrix | None, slots: Slots, shape: tuple[int, int], heads: int, width: int, hidden: int
 ) -> Buffers:
     """Allocate buffers for passes.
 
     Args:
-        output: the matrix of the output layer.
+        output: the matrix of the output layer; None: it is run otherwise.
         shape: rows, and most tokens of each.
         heads: query heads.
         width, hidden: D and F, most inputs of the products but the last of a layer, and inputs of that one.
     """
     G, pairs, S = slots.k.shape[2:]
     tokens, queries = math.prod(shape), heads // G * shape[1]
-    columns = max(layers.start.shape[1], len(output.start))
+    columns = max(layers.start.shape[1], 0 if output is None else len(output.start))
     longest = max(-(-each // 4) * 4 for each in (width, hidden))
     return Buffers(
         pairs=np.zeros((tokens, longest) if LAYOUTS[instruction_set()].widened else (1, 1), np.int16),

@@ -130,6 +130,7 @@ class CompiledCode:
 
 
 TOKEN_PASS = CompiledCode("int8 passes", "run_token_pass", "move_slots")  # of next-token transformers
+LANGUAGE_PASS = CompiledCode("int8 passes of language models", "run_language_pass", "run_linear", "move_slots")
 SCALE_PASS = CompiledCode("next-scale int8 passes", "run_scale_pass")
 
 

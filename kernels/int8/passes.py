@@ -29,6 +29,7 @@ from vargen.kernels.int8.steps import (
     i32,
     i64,
     norm,
+    normalize_products,
     product,
     quantize,
     swiglu_rows,
@@ -40,8 +41,8 @@ _EPS = 1e-6  # of layer norms
 
 @njit(**INNER)
 def _run_layers(
-    layers, slots, buffers, x, T, H, F, norms, eps, modulation, biases, sharpness, unit, rotary, cells, place, most, reach,
-    ancestors,
+    layers, slots, buffers, x, T, H, F, norms, outer, eps, modulation, biases, sharpness, unit, rotary, cells, place, most,
+    reach, ancestors,
 ):  # fmt: skip
     """Run all layers over `x [R T, D]`, which becomes the last residual.
 
@@ -50,6 +51,7 @@ def _run_layers(
 
     Args:
         norms: float32 `[2 L, D]` or more, of RMS norms; `modulation` None.
+        outer: float32 `[2 L, D]`, of RMS norms of what is added to the residual; None or `[0, D]`: none.
         eps: what norms add to the variance.
         modulation: see `run_scale_pass`; `norms` None.
         biases: float32 as `layers.scale`; None: none.
@@ -88,7 +90,10 @@ def _run_layers(
                 if stage == 2:
                     swiglu_rows(sums, columns, scale, channels, M, F, row, buffers.hidden)
                 elif stage:
-                    add_rows(x, sums, columns, scale, channels, None, None, T)
+                    if outer is not None:
+                        normalize_products(sums, columns, scale, channels, outer, 2 * layer + half, eps, row, x)
+                    if outer is None or len(outer) == 0:
+                        add_rows(x, sums, columns, scale, channels, None, None, T)
             if modulation is not None:
                 bias = biases[layer, first:]
                 if stage == 2:
@@ -158,8 +163,8 @@ def run_token_pass(weights, slots, buffers, tokens, positions, ancestors, guidan
             for d in range(D):
                 x[r * T + t, d] = weights.embedding[tokens[r % len(tokens), t], d]
     _run_layers(
-        weights.layers, slots, buffers, x, T, weights.sizes[0], weights.sizes[1], weights.norms, weights.eps, None, None, None,
-        False, weights.rotary, cells, slots.bias.shape[1], last + 1, reach, ancestors,
+        weights.layers, slots, buffers, x, T, weights.sizes[0], weights.sizes[1], weights.norms, None, weights.eps, None, None,
+        None, False, weights.rotary, cells, slots.bias.shape[1], last + 1, reach, ancestors,
     )  # fmt: skip
     for r in range(R):
         for t in range(T):
@@ -199,6 +204,68 @@ def move_slots(slots, path, count, tokens):
                         put_value(v, target, j, i32(v[source >> 1, j] >> i32(16 * (source & 1))))
                     slots.k_scale[r, layer, g, target] = slots.k_scale[r, layer, g, source]
                     slots.v_scale[r, layer, g, target] = slots.v_scale[r, layer, g, source]
+
+
+# -- language models ----------------------------------------------------------------------------------------------------------
+
+
+class LanguageWeights(NamedTuple):
+    """Weights of the layers of a language model; numbers of `sizes` are H, F."""
+
+    sizes: Annotated[np.ndarray, "int64 [2]"]
+    layers: Layers
+    bias: Annotated[np.ndarray, "float32 [L, N]"]  # of queries, keys and values; as `layers.scale`
+    norms: Annotated[np.ndarray, "float32 [2 L + 1, D]"]
+    outer: Annotated[np.ndarray, "float32 [2 L, D]"]  # norms of what layers add, or [0, D]
+    eps: float
+
+
+@compiled(
+    LanguageWeights, Slots, Buffers, "float32 [R, T, D]", "float32 [R T, K/2, 2]", "int64 [R, T]", "bool [R, T, T]", int, int,
+    "float32 [R, T, D]",
+)  # fmt: skip
+def run_language_pass(weights, slots, buffers, states, rotary, reach, ancestors, place, most, features):
+    """Run all layers over embedded tokens `states [R, T, D]`, which become the last residual.
+
+    Writes the cache, but does not move its pointers.
+
+    Args:
+        rotary: factors of each token.
+        reach: number of tokens of the pass that are visible to each; 0: it sees nothing at all, as padding.
+        ancestors: which tokens of the pass each token attends to; `[R, 0, 0]` for a chain.
+        place, most: see `_run_layers`.
+        features: written: residuals after the final norm.
+    """
+    R, T, D = states.shape
+    x, cells = states.reshape(R * T, D), buffers.places[1]
+    for r in range(R):
+        for t in range(T):
+            cells[r, t] = r * T + t
+    _run_layers(
+        weights.layers, slots, buffers, x, T, weights.sizes[0], weights.sizes[1], weights.norms, weights.outer, weights.eps,
+        None, weights.bias, None, False, rotary, cells, place, most, reach, ancestors,
+    )  # fmt: skip
+    for r in range(R):
+        for t in range(T):
+            norm(x[r * T + t], weights.norms[-1], None, weights.eps, features[r, t])
+
+
+@compiled(
+    Matrix, "float32 [N]", "float32 [M, C]", "uint8 [M, C']", "float32 [M]", "int16 [M, C']", "int32 [M N']", "float32 [M, N]"
+)
+def run_linear(matrix, bias, x, wide, scale, pairs, sums, out):
+    """Quantize rows `x [M, C]`, multiply them with a matrix, and add a bias.
+
+    The arrays between `x` and `out` are overwritten; see `vargen.kernels.int8.format.Buffers`.
+    """
+    columns, address = len(matrix.start), i64(matrix.values.ctypes.data)
+    for m in range(len(x)):
+        scale[m] = quantize(x[m], x.shape[1], wide[m])
+    product(wide, len(x), address, matrix.start, -(-x.shape[1] // 4), pairs, sums, columns)
+    for m in range(len(x)):
+        a, line = scale[m], sums[m * columns : m * columns + out.shape[1]]
+        for n in range(out.shape[1]):
+            out[m, n] = f32(line[n]) * a * matrix.scale[n] + bias[n]
 
 
 # -- next-scale transformers --------------------------------------------------------------------------------------------------
@@ -246,7 +313,7 @@ def run_scale_pass(weights, slots, buffers, states, modulation, last_modulation,
     R, T, D = states.shape
     n, x = features.shape[1], states.reshape(R * T, D)
     _run_layers(
-        weights.layers, slots, buffers, x, T, slots.k.shape[2], weights.sizes[0], None, _EPS, modulation, weights.bias,
+        weights.layers, slots, buffers, x, T, slots.k.shape[2], weights.sizes[0], None, None, _EPS, modulation, weights.bias,
         weights.sharpness, weights.sizes[1], None, None, place, 0, reach, None,
     )  # fmt: skip
     for r in range(R):

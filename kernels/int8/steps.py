@@ -144,6 +144,18 @@ def add_rows(x, sums, stride, scale, channel_scale, bias, gain, T):
 
 
 @njit(**INNER)
+def normalize_products(sums, stride, scale, channel_scale, norms, number, eps, row, x):
+    """Add the norm of a product, int32 sums with `stride` columns a row, to the residual `x [M, D]`, if there are norms."""
+    for m in range(len(x) if len(norms) else 0):
+        a, line = scale[m], sums[m * stride : m * stride + x.shape[1]]
+        for d in range(x.shape[1]):
+            row[d] = f32(line[d]) * a * channel_scale[d]
+        norm(row[: x.shape[1]], norms[number], None, eps, row)
+        for d in range(x.shape[1]):
+            x[m, d] += row[d]
+
+
+@njit(**INNER)
 def swiglu_rows(sums, stride, scale, channel_scale, rows, F, row, out):
     """SwiGLU of a product `[M, 2 F]`, and quantize it; replaces the scales of the rows."""
     for m in range(rows):

@@ -130,7 +130,7 @@ def make_glm(codes: int = 24, seed: int = 0, **changed: Any) -> tuple[Any, Any]:
     )
 
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
-    text = {**text_config(vision_vocab_size=codes + 4, rope_parameters=rope, **changed), "eos_token_id": None}
+    text = {**text_config(**{"vision_vocab_size": codes + 4, "rope_parameters": rope, **changed}), "eos_token_id": None}
     model = GlmImageForConditionalGeneration(GlmImageConfig(
         text_config=text, image_start_token_id=codes, image_end_token_id=codes + 1,
         vision_config={"depth": 1, "hidden_size": 16, "num_heads": 2, "image_size": 64, "patch_size": 16,

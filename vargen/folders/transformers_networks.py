@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -142,19 +143,27 @@ class StoredNetwork:
 
     # -- loading ----------------------------------------------------------------------------------------------------------
 
-    def load(self, dtype: torch.dtype | None = None, **options: Any) -> Any:
+    def load(self, dtype: torch.dtype | None = None, *, without: str | None = None, **options: Any) -> Any:
         """Load the network, in evaluation mode, and compare its parameters with the stored tensors.
 
         Args:
             dtype: of its parameters; None selects the narrowest that holds all stored weights.
+            without: name of its language model's list of layers, which then is empty; see `read_layer`.
             options: of `from_pretrained` of transformers that place or quantize.
         """
+        config = deepcopy(self.config)
+        if without is not None:
+            text = config.get_text_config()
+            text.num_hidden_layers = 0
+            if getattr(text, "layer_types", None):
+                text.layer_types = []
         with ExitStack() as stack:
+            stack.enter_context(_without_report(self.network_class, without))
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vargen-")))
-            fill_folder(place, self._files_to_read(place))
+            fill_folder(place, self._files_to_read(place, config, without))
             options = {_DTYPE: dtype or self.dtype, "use_safetensors": True, "local_files_only": True, **options}
             try:
-                network = self.network_class.from_pretrained(place, config=self.config, trust_remote_code=False, **options)
+                network = self.network_class.from_pretrained(place, config=config, trust_remote_code=False, **options)
             except (ImportError, MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # as above
@@ -162,13 +171,27 @@ class StoredNetwork:
             self._verify(network.eval())
             if any(value.is_meta for value in network.state_dict().values()):  # on disk: read in each pass
                 weakref.finalize(network, stack.pop_all().close)
+        if without is not None:
+            network.config.get_text_config().num_hidden_layers = self.config.get_text_config().num_hidden_layers
         return network
 
-    def _files_to_read(self, place: Path) -> dict[str, Path | Mapping[str, Any]]:
+    def read_layer(self, layers: str, number: int) -> dict[str, Tensor]:
+        """Return the stored tensors of a layer, by their names in it; `layers` is the name of the list of layers."""
+        found, prefix = {}, f"{layers}.{number}."
+        for name, stored in self.names.items():
+            if name.startswith(prefix) and not self._ignored.search(name):
+                with safe_open(str(self.files[stored]), "pt") as opened:
+                    found[name.removeprefix(prefix)] = opened.get_tensor(stored)
+        return found
+
+    def _files_to_read(self, place: Path, config: Any, without: str | None) -> dict[str, Path | Mapping[str, Any]]:
         """Return links to the weight files and their index; writes a copy of tied embeddings stored under their other name."""
         paths = sorted(set(self.files.values()))
         shard = {path: f"model-{i:05}-of-{len(paths):05}.safetensors" for i, path in enumerate(paths, 1)}
         index = {stored: shard[self.files[stored]] for name, stored in self.names.items() if not self._ignored.search(name)}
+        if without is not None:
+            layers = {stored for name, stored in self.names.items() if name.startswith(f"{without}.")}
+            index = {stored: file for stored, file in index.items() if stored not in layers}
         absent = [name for name in self._expected if name not in self.names]  # their tied names are stored
         # From the input embeddings, by their first name, the library fills those that are tied to them.
         embeddings = self.network.get_input_embeddings().weight if absent else None
@@ -179,7 +202,7 @@ class StoredNetwork:
                 save_file({source: opened.get_tensor(stored)}, place / "tied.safetensors")
             index[source] = "tied.safetensors"
         files: dict[str, Path | Mapping[str, Any]] = {name: path for path, name in shard.items()}
-        files |= {"config.json": self.config.to_dict(), "generation_config.json": self.generation}
+        files |= {"config.json": config.to_dict(), "generation_config.json": self.generation}
         return {**files, "model.safetensors.index.json": {"metadata": {}, "weight_map": index}}
 
     def _verify(self, network: Any) -> None:
@@ -205,3 +228,15 @@ class StoredNetwork:
         if value.shape != stored.shape or not torch.allclose(value.detach(), stored, rtol=0, atol=0, equal_nan=True):
             tied = "; tie_word_embeddings in config.json replaces it" if name.endswith("head.weight") else ""
             raise ValueError(f"{self.folder} stores a {name} that the loaded network does not have{tied}")
+
+
+@contextmanager
+def _without_report(network_class: Any, without: str | None) -> Iterator[None]:
+    """Let the library load a network without some of its stored tensors, by the name that theirs begin with, silently."""
+    before = network_class._keys_to_ignore_on_load_unexpected
+    if without is not None:
+        network_class._keys_to_ignore_on_load_unexpected = [*(before or ()), rf"^{re.escape(without)}\."]
+    try:
+        yield
+    finally:
+        network_class._keys_to_ignore_on_load_unexpected = before

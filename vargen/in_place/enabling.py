@@ -27,10 +27,13 @@ from vargen.decoding.tree_rules import traversal
 from vargen.in_place.generate_calls import GenerateCall, PassThroughError, bind_arguments, resolve_call
 from vargen.in_place.image_calls import CallDescription, ImagePlan, cut_at_end, find_change, is_image_call, plan_call
 from vargen.in_place.overrides import refuse_overrides
+from vargen.in_place.quantized import QuantizedCopy
 from vargen.in_place.summary import Summary
 from vargen.models.guidance import Guidance
 from vargen.models.transformers.base import ImageLanguageModel, validate_network
 from vargen.models.transformers.decoding import TransformersTokenModel
+from vargen.models.transformers.int8 import validate_int8, validate_layers
+from vargen.models.transformers.int8_decoding import Int8TokenModel
 from vargen.models.transformers.supported import MODELS, Chameleon, Janus, describe_language_model, find_description
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.language_model import bind_heads, open_heads
@@ -41,7 +44,10 @@ logger = logging.getLogger("vargen")
 _CUSTOM_GENERATE = (4, 56)  # the first transformers whose `generate` takes a function as custom_generate
 
 
-def enable(model: Any, method: Any = "gumbel", *, draft_model: Any = None, drafter: Any = None, **settings: Any) -> Any:
+def enable(
+    model: Any, method: Any = "gumbel", *,
+    draft_model: Any = None, drafter: Any = None, quantization: str | None = None, **settings: Any,
+) -> Any:  # fmt: skip
     """Let a model or pipeline of yours generate images by a method of vargen, where it is; returns it.
 
     Calls stay as they are. Calls that generate text, and image calls with options that vargen lacks, run as before; of the
@@ -54,12 +60,15 @@ def enable(model: Any, method: Any = "gumbel", *, draft_model: Any = None, draft
         method: the name of a preset, a method string such as `"gumbel:window=8"`, or a method object.
         draft_model: for `"speculative"`, a smaller model of the same class.
         drafter: for `"eagle"` and `"medusa"`, the folder of a trained draft head, or a list of them. For Janus.
+        quantization: `"int8"` for a model of transformers on a CPU: image calls run on 8-bit copies of the layers and of the
+            image head, which are made by the first one, and again when the weights change. Tokens are not those of the
+            untouched call then.
         settings: of the method, such as `window=8`.
 
     Raises:
         TypeError: for an object without a model that generates image tokens.
         ValueError: for a method that is unknown or that this model cannot run, and an object that is enabled already by another
-            method. Nothing has changed then.
+            method or quantization. Nothing has changed then.
     """
     target = _find_target(model)
     if settings:
@@ -67,6 +76,8 @@ def enable(model: Any, method: Any = "gumbel", *, draft_model: Any = None, draft
             raise ValueError(f"method must be a name to have settings such as {next(iter(settings))}, got {short_repr(method)}")
         method = method + (":" if ":" not in method else ",") + ",".join(f"{name}={value}" for name, value in settings.items())
     if isinstance(target, VisualPipeline):
+        if quantization is not None:
+            raise ValueError("quantization must be None: pipelines of vargen are opened with it")
         return _enable_pipeline(target, method, draft_model, drafter)
     chosen = resolve_method(method)
     known = describe_language_model(target)
@@ -77,9 +88,12 @@ def enable(model: Any, method: Any = "gumbel", *, draft_model: Any = None, draft
         raise ValueError(f"{known.class_name} can be enabled with transformers 4.56 or newer, got {installed}")
     enabled = _find_enabled(target)
     if enabled is not None:
-        if enabled.summary.method != chosen:
-            raise ValueError(f"model is enabled by {enabled.summary.method.name} already; call vargen.disable first")
+        if enabled.summary.method != chosen or enabled.quantization != quantization:
+            form = "" if enabled.quantization is None else f" with quantization={enabled.quantization!r}"
+            raise ValueError(f"model is enabled by {enabled.summary.method.name}{form} already; call vargen.disable first")
         return model
+    if validate_int8(quantization, known.device) is not None:
+        validate_layers(known.body)
     if draft_model is not None:
         known.validate_draft(describe_language_model(_find_target(draft_model)))
     if not target.training:
@@ -87,9 +101,9 @@ def enable(model: Any, method: Any = "gumbel", *, draft_model: Any = None, draft
     if drafter is not None and not isinstance(known, Janus):
         raise ValueError(f"drafter must be None: draft heads run in place with Janus, not with {known.class_name}")
     heads = {} if drafter is None else open_heads(TransformersTokenModel(known), *_to_list(drafter))
-    made = EnabledGenerate(target, chosen, draft_model, heads)
+    made = EnabledGenerate(target, chosen, draft_model, heads, quantization)
     if not target.training:
-        chosen.bind(made.token_model(known, Guidance(1.0)), 0)  # refuses methods that lack a part
+        chosen.bind(made.float_model(known, Guidance(1.0)), 0)  # refuses methods that lack a part
     if made.previous is not None:
         logger.warning("generate of this model was replaced before: image calls that run accelerated do not pass through it")
     target.__dict__["generate"] = made
@@ -210,10 +224,14 @@ class EnabledGenerate:
         previous: the attribute that it replaced, or None.
     """
 
-    def __init__(self, model: Any, method: Accelerator, draft_model: Any = None, heads: Mapping[str, Any] | None = None):
+    def __init__(
+        self, model: Any, method: Accelerator, draft_model: Any = None, heads: Mapping[str, Any] | None = None,
+        quantization: str | None = None,
+    ):  # fmt: skip
         own = vars(model).get("generate")
         self.previous = None if isinstance(own, EnabledGenerate) else own  # that of a shallow copy is its original's
         self.summary, self._draft_model, self._heads = Summary(method), draft_model, dict(heads or {})
+        self.quantization, self._copies = quantization, (QuantizedCopy(), QuantizedCopy())  # of the model, and its drafter
         self._attach(model)
 
     def _attach(self, model: Any) -> None:
@@ -227,12 +245,13 @@ class EnabledGenerate:
         return self._model() is model
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("previous", "summary", "_draft_model", "_heads")
+        names = ("previous", "summary", "_draft_model", "_heads", "quantization")
         return {"model": self._model(), **{name: vars(self)[name] for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         model = state.pop("model")
         vars(self).update(state)
+        self._copies = QuantizedCopy(), QuantizedCopy()
         self._attach(model)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -258,14 +277,26 @@ class EnabledGenerate:
     def _call_original(self, model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         return self.previous(*args, **options) if self.previous else type(model).generate(model, *args, **options)
 
-    def token_model(self, description: ImageLanguageModel, guidance: Guidance) -> TransformersTokenModel:
+    def float_model(self, description: ImageLanguageModel, guidance: Guidance) -> TransformersTokenModel:
         """Return how the loop sees the model in one call. Raises `ValueError` for a network that it cannot run."""
-        draft = None
-        if self._draft_model is not None:
-            known = describe_language_model(_find_target(self._draft_model))
-            same = description.with_model(known) if isinstance(description, CallDescription) else known
-            draft = TransformersTokenModel(same, guidance)
-        return TransformersTokenModel(description, guidance, draft, draft_heads=bind_heads(self._heads, description.device))
+        draft = self._describe_draft(description)
+        small = None if draft is None else TransformersTokenModel(draft, guidance)
+        return TransformersTokenModel(description, guidance, small, draft_heads=bind_heads(self._heads, description.device))
+
+    def token_model(self, description: ImageLanguageModel, guidance: Guidance) -> TransformersTokenModel:
+        """Return the same with the quantization of this model."""
+        if self.quantization is None:
+            return self.float_model(description, guidance)
+        draft, (own, other) = self._describe_draft(description), self._copies
+        small = None if draft is None else Int8TokenModel(draft, other.parts(draft), guidance)
+        heads = bind_heads(self._heads, description.device)
+        return Int8TokenModel(description, own.parts(description), guidance, small, draft_heads=heads)
+
+    def _describe_draft(self, description: ImageLanguageModel) -> ImageLanguageModel | None:
+        if self._draft_model is None:
+            return None
+        known = describe_language_model(_find_target(self._draft_model))
+        return description.with_model(known) if isinstance(description, CallDescription) else known
 
     @without_autocast
     def _generate(self, model: Any, known: ImageLanguageModel, call: GenerateCall, options: dict[str, Any]) -> Any:
@@ -276,6 +307,8 @@ class EnabledGenerate:
         try:
             target = self.token_model(plan.description, Guidance(call.guidance_scale))
             method.bind(target, 0)
+            if self.quantization is not None:
+                target.description.validate_lengths(plan.rows)
         except ValueError as error:
             raise PassThroughError(str(error)) from None
         seeds = torch.zeros(count, dtype=torch.int64) if greedy else resolve_seeds(None, count).noise_seeds

@@ -97,6 +97,7 @@ class ImageLanguageModel:
         codebook: float `[V, C]`, whose distances say how similar tokens are.
         forced: int64 `[N]`, the token of positions that have only one, which occurs nowhere else; -1 elsewhere.
         low_res: a `LowResModel`, if the tokens include those of a smaller image.
+        most_positions: number of positions that its passes have; None: those of its context.
     """
 
     class_name: str
@@ -121,6 +122,7 @@ class ImageLanguageModel:
     codebook: Tensor | None = None
     forced: Tensor | None = None
     low_res: Any = None
+    most_positions: int | None = None
     _head: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, model: Any):
@@ -138,6 +140,13 @@ class ImageLanguageModel:
             with torch.inference_mode(False):  # it may be used elsewhere later
                 self._head = make_sliced_head(self.model.get_output_embeddings(), ids)
         return self._head(hidden)
+
+    def head_layers(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Weights `[N, C]` and biases `[N]` of the layers of `head`, with a GELU between two."""
+        layer = self.model.get_output_embeddings()
+        ids = slice(self.vocab) if self.ids is None else self.ids
+        bias = getattr(layer, "bias", None)
+        return [(layer.weight.detach()[ids], None if bias is None else bias.detach()[ids])]
 
     def positions(self, start: Tensor, index: Tensor) -> Tensor:
         """Position ids of image tokens, as `body` takes them: index `[R, T]` in the grid, after `start` `[R]` prompt tokens."""
@@ -167,6 +176,7 @@ class ImageLanguageModel:
     def max_prompt_tokens(self) -> int:
         """Maximum number of prompt tokens, so that the image fits the context."""
         (rows, columns), limit = self.grid, self.body.config.get_text_config().max_position_embeddings
+        limit = min(limit, self.most_positions or limit)
         if rows * columns >= limit:
             raise ValueError(f"size must fit the context of {limit} tokens, got {rows} x {columns} tokens")
         return int(limit - rows * columns)

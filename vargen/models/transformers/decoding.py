@@ -109,6 +109,7 @@ class TransformersTokenModel(GuidedTokenModel):
             self._norm, self._body = body.norm, copy(body)
             layers = torch.nn.ModuleList(body.layers[layer] for layer in kept)
             self._body._modules = {**body._modules, "layers": layers, "norm": torch.nn.Identity()}
+        self._image_head: Callable[[Tensor], Tensor] = language_model.head
         forced = language_model.forced
         self.forced = None if forced is None else forced.to(self.device)
         self._forced_tokens = None if forced is None else forced[forced >= 0].unique().to(self.device)
@@ -198,7 +199,7 @@ class TransformersTokenModel(GuidedTokenModel):
 
     def _logits(self, hidden: Tensor, position: Tensor, scale: float | Tensor) -> Tensor:
         """Guided logits `[B, T, V]` of the tokens at positions `[B, T]` of the grid."""
-        logits = self.description.head(hidden).float()
+        logits = self._image_head(hidden).float()
         if self.rows_per_image == 2:
             conditional, unconditional = logits.chunk(2)
             if self.guidance.interval is not None:  # position 1 is decoding step 0

@@ -52,6 +52,10 @@ class Janus(ImageLanguageModel):
     def head(self, hidden: Tensor) -> Tensor:
         return self.model.model.generation_head(hidden)
 
+    def head_layers(self) -> list[tuple[Tensor, Tensor | None]]:
+        head = self.model.model.generation_head
+        return [(each.weight.detach(), each.bias.detach()) for each in (head.proj_out, head.vision_head)]
+
     @property
     def head_digest(self) -> str:
         return weights_digest(self.model.model.generation_head)
