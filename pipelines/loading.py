@@ -23,6 +23,7 @@ from vargen.files import expand_user
 from vargen.folders.json_files import read_config, read_object
 from vargen.folders.networks import WEIGHTS_STEM, NetworkFolder
 from vargen.folders.tokenizers import TokenizerFolder
+from vargen.kernels.int8.load import find_compiled_blocker
 from vargen.models.quantization import quantize_weights_on_gpu, validate_quantization
 from vargen.models.storage import load_network
 from vargen.pipelines.families import FAMILIES, STORED_VALUES, ModelFamily, StoredComponent
@@ -54,7 +55,8 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
         name: name of a packaged model, such as `"emoji"`; a folder with a `model_index.json`, or of transformers with an image
             language model; or a Hub id `"owner/name"`.
         device: such as `"cuda"`; `"auto"` selects a GPU if there is one; None: the CPU. The default dtype is its fastest.
-        **options: passed to `from_pretrained` of the pipeline's class, such as `torch_dtype` or `quantization`.
+        **options: passed to `from_pretrained` of the pipeline's class, such as `torch_dtype` or `quantization`. Without either,
+            a model on a CPU has `default_quantization`; `quantization=None` runs it in floating point.
     """
     place = None if device is None else select_device(device)
     check_options(options, *list_families().values(), more=LANGUAGE_MODEL_OPTIONS)
@@ -70,7 +72,9 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
         raise ValueError(f"{folder} is stored for 8-bit integer products on CPUs, got device {str(place)!r}")
     format_on_gpu = options.pop("quantization", None) if on_gpu else None
     chosen = any(options.get(name) is not None for name in ("torch_dtype", "dtype", "quantization"))
-    if place is not None and not chosen:
+    if not chosen and not on_gpu and "quantization" not in options:
+        options["quantization"] = default_quantization(folder)
+    if place is not None and not chosen and options.get("quantization") is None:
         options["torch_dtype"] = default_dtype(folder, place)
     pipe = pipeline.from_pretrained(folder, **options)
     if place is not None:
@@ -198,6 +202,16 @@ def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dty
         if sum(math.prod(info.shape) for file in files for info in read_header(file).values()) < SMALL_NETWORK:
             return torch.float32
     return preferred_dtype(device)
+
+
+def default_quantization(folder: Path) -> str | None:
+    """Return the format in which a folder's transformer runs on a CPU by default: int8, if its weights are and compiled code runs.
+
+    By torch operators, 8-bit products may take longer than float32.
+    """
+    config = folder / "transformer" / "config.json"
+    stored = read_object(config).get("weight_format") if config.is_file() else None
+    return "int8" if stored == "int8" and find_compiled_blocker() is None else None
 
 
 def load_components(

@@ -1,7 +1,7 @@
 """Compiled code for a CPU, which Numba makes in seconds, in another process, once for all processes of a user.
 
-It is kept in the cache folder. Until it is there, torch operators run: with the same bits in next-token models, but in
-next-scale models they round differently. Where nothing can be written, it is compiled in a thread of each process.
+It is kept in the cache folder; the first image waits for it. Where it cannot be compiled, torch operators run: with the same bits
+in next-token models, but in next-scale models they round differently. Where nothing can be written, each process compiles it.
 
 `python -m vargen.kernels.int8.load FOLDER FILE FUNCTION...` compiles passes to a folder, and marks them by a file as complete.
 """
@@ -37,7 +37,7 @@ def find_compiled_blocker() -> str | None:
         return "VARGEN_KERNELS=reference"
     instruction_set()  # raises for a wrong VARGEN_CPU
     if find_spec("numba") is None:
-        return "Numba is not installed: pip install vargen[cpu]"
+        return "Numba is not installed: pip install numba"
     return None
 
 
@@ -63,14 +63,14 @@ class CompiledCode:
         self._thread: threading.Thread | None = None
         self._loaded: list[ModuleType] = []
 
-    def load(self, wait: bool | None = None) -> Any:
-        """Return the module of the passes; None where it cannot run, and while it is being compiled.
+    def load(self, wait: bool = True) -> Any:
+        """Return the module of the passes; None where it cannot run, which is a ValueError if VARGEN_KERNELS is `cpu`.
 
         Args:
-            wait: for the compiler. Default: whether VARGEN_KERNELS is `cpu`, which makes a failure a ValueError.
+            wait: for the compiler; otherwise, None is returned while it works.
         """
         required = os.environ.get("VARGEN_KERNELS") == "cpu"
-        reason = find_compiled_blocker() or self._start(required if wait is None else wait)
+        reason = find_compiled_blocker() or self._start(wait)
         if reason is not None:
             CompiledCode.steps = None
             if required:
@@ -147,7 +147,7 @@ def explain_int8_passes() -> tuple[str, str]:
     if reason := find_compiled_blocker() or TOKEN_PASS.failure:
         return "operators", reason + slow
     if not TOKEN_PASS.is_built():
-        return "compiled", "once they are built, which the first image starts"
+        return "compiled", "once they are built, which the first image waits for"
     return "compiled", f"by {instruction_set()} instructions"
 
 

@@ -25,7 +25,6 @@ RECORDED = ("pipelines/test_recorded_results.py", "pipelines/test_recorded_scale
 @pytest.mark.parametrize("name", OTHERS)
 def test_passes_have_the_bits_of_operators_and_of_records(name: str, repo_root: Path, tmp_path: Path) -> None:
     """Each set compiles code of its own, in a process of its own."""
-    pytest.importorskip("numba", reason="compiled passes need Numba: pip install -e .[cpu]")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "int8 or compiled or pass"]
     files = [str(repo_root / "tests" / each) for each in (*TESTS, *RECORDED)]
     environment = {**os.environ, "VARGEN_CPU": name, "VARGEN_KERNELS": "cpu", "OMP_NUM_THREADS": "1"}

@@ -181,12 +181,14 @@ def loading(ctx: typer.Context, folder: Path | None) -> dict[str, Any]:
 
     from vargen.kernels.dispatch import explain_kernels
     from vargen.models.quantization import validate_quantization
-    from vargen.pipelines.loading import default_dtype
+    from vargen.pipelines.loading import default_dtype, default_quantization
 
     place = device.select_device(ctx.params["device"])
     explain_kernels(place)  # logged before weights are loaded
     name, quantization = ctx.params["dtype"], ctx.params.get("quantization")
     validate_quantization(quantization, place)
+    if name == "auto" and quantization is None and place.type == "cpu" and folder is not None:
+        quantization = default_quantization(folder)
     if name != "auto":
         dtype = getattr(torch, name)
     elif quantization is not None and place.type == "cpu":

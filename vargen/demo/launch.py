@@ -50,15 +50,14 @@ def load_models(model: str, device_name: str, scorer_name: str | None) -> Models
         ValueError, OSError, RuntimeError, ImportError: for a model or scorer that cannot be loaded.
     """
     from vargen.demo.page import Models
-    from vargen.pipelines.loading import default_dtype, inspect_model, open_pipeline
+    from vargen.pipelines.loading import inspect_model, open_pipeline
     from vargen.pipelines.start_images import find_image_model
     from vargen.scoring import default_scorer, open_scorer
 
     device = select_device(device_name)
 
     def load(name: str | Path) -> Any:
-        folder = inspect_model(name).folder
-        pipe = open_pipeline(folder, torch_dtype=default_dtype(folder, device)).to(device)
+        pipe = open_pipeline(inspect_model(name).folder, device=device)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 

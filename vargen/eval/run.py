@@ -30,7 +30,7 @@ from vargen.device import describe_place, set_threads
 from vargen.eval.run_directory import ManifestWriter, Record, RunDirectory, describe_write_error, file_digest, hash_files
 from vargen.files import atomic_file
 from vargen.models.quantization import validate_quantization
-from vargen.pipelines.loading import inspect_model, open_pipeline
+from vargen.pipelines.loading import default_quantization, inspect_model, open_pipeline
 from vargen.pipelines.validation import (
     MAX_IMAGES,
     resolve_class_labels,
@@ -89,7 +89,7 @@ class GenerationPlan:
         batch: images per batch. threads: number of CPU threads; None: autotuned.
         unit: images per unit of work, at least those of a batch; None: one batch.
         dtype: of the transformer, such as `"float32"`; None is the model's default. device: such as `"cpu"`.
-        quantization: such as `"int8"`, see `VisualPipeline.from_pretrained`; None is that of the folder.
+        quantization: such as `"int8"`, see `VisualPipeline.from_pretrained`; None is that of `open_pipeline`.
     """
 
     model: str
@@ -119,14 +119,18 @@ class GenerationPlan:
         """Open the pipeline of the plan, with its number of threads, and without progress bars."""
         set_threads(self.threads)
         dtype = None if self.dtype is None else getattr(torch, self.dtype)
-        pipe = open_pipeline(self.model, device=self.device, torch_dtype=dtype, quantization=self.quantization)
+        given = {} if self.quantization is None else {"quantization": self.quantization}
+        pipe = open_pipeline(self.model, device=self.device, torch_dtype=dtype, **given)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
     def validate(self) -> dict[str, Any]:
         """Return all settings that determine the images, for the run directory; weights are read for their digest only."""
         pipe = inspect_model(self.model)
-        validate_quantization(self.quantization, torch.device(self.device))
+        device, quantization = torch.device(self.device), self.quantization
+        validate_quantization(quantization, device)
+        if quantization is None and self.dtype is None and device.type == "cpu":
+            quantization = default_quantization(Path(pipe.folder))
         settings = {**pipe.default_sampling, **self.sampling}
         validate_sampling(settings)[1].validate_top_k(pipe.vocab_size)
         validate_batch_size(self.batch)
@@ -152,7 +156,7 @@ class GenerationPlan:
             "batch": self.batch,
             "unit": self.unit,
             "dtype": self.dtype,
-            **({} if self.quantization is None else {"quantization": self.quantization}),
+            **({} if quantization is None else {"quantization": quantization}),
             "device": torch.device(self.device).type,
             "subjects": list(self.prompts),
             **({"prompt_records": list(self.prompt_records)} if self.prompt_records else {}),

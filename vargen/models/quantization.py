@@ -135,7 +135,7 @@ def start_compiling(network: Any) -> None:
     """Start to build the compiled code of a network's passes, if it is not there; warn where they would be slow without."""
     warn_if_slow()
     if network.compiled_code is not None:
-        network.compiled_code.load()
+        network.compiled_code.load(wait=False)
 
 
 def validate_placement(network: nn.Module) -> None:

@@ -139,7 +139,7 @@ class Int8Network:
         self.heads, self.key_heads = heads, int(getattr(config, "num_key_value_heads", None) or heads)
         self.head_dim = int(getattr(config, "head_dim", None) or width // heads)
         self.width, self.hidden, self.positions = width, int(config.intermediate_size), positions
-        self.compiled = LANGUAGE_PASS.load(wait=True)
+        self.compiled = LANGUAGE_PASS.load()
         self.rotary, self.axes = rotary_factors(body, positions, self.head_dim)
         self.eps = float(config.rms_norm_eps)
         self.norm = body.norm.weight.detach().float()
