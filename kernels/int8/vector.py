@@ -83,6 +83,8 @@ def make_dot(rows: int, vectors: int, pairs: bool) -> Callable[..., None]:
     @intrinsic
     def dot(context, row, row_stride, column, column_stride, steps, start, out, out_stride):
         def generate(context, builder, signature, arguments):
+            if SET == "neon-dotprod" and not pairs:  # LLVM may not know that this CPU has it; llvmlite's `add` takes no pairs
+                set.add(builder.function.attributes, '"target-features"="+dotprod"')
             row, row_stride, column, column_stride, steps, start, out, out_stride = arguments
 
             def add(sums: Any, word: Any, values: Any) -> Any:

@@ -1,7 +1,6 @@
 """What compiled passes and steps compute for tiny random networks, without torch, so that any CPU can run it.
 
-`python int8_outputs.py FILE [INSTRUCTION ...]` writes it to an .npz file. The instructions are those that the CPU is said to
-have, because an emulator may show the flags of its host.
+`python int8_outputs.py FILE` writes it to an .npz file, with the name of the instruction set.
 
 Shape suffixes: as in `vargen.kernels.int8.passes`.
 """
@@ -13,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from vargen.kernels.int8 import instructions
 from vargen.kernels.int8.format import Matrix, Slots, allocate_slots, join_layers, make_buffers, pack_matrix
+from vargen.kernels.int8.instructions import instruction_set
 from vargen.kernels.int8.load import load_modules
 
-L, B, R, D, V = 2, 2, 4, 60, 100
+L, B, D, V = 2, 2, 60, 100
 TOKENS = 16
 FUNCTIONS = ("run_token_pass", "move_slots", "run_scale_pass")
 
@@ -39,9 +38,9 @@ class Random:
         scale = (self.floats(N) + np.float32(2)) / np.float32(128 * C**0.5)
         return pack_matrix(self.integers(127, N, C).astype(np.int8), scale)
 
-    def slots(self, heads: int, head_dim: int, prefix: int, slots: int) -> Slots:
+    def slots(self, rows: int, heads: int, head_dim: int, prefix: int, slots: int) -> Slots:
         """A cache with something in all slots; the last number of the prefix is hidden from every second row."""
-        made = allocate_slots(L, R, heads, head_dim, prefix=prefix, slots=slots, most=slots)
+        made = allocate_slots(L, rows, heads, head_dim, prefix=prefix, slots=slots, most=slots)
         for pairs, limit in zip((made.k, made.v), made.limits, strict=True):
             low, high = self.integers(limit, 2, *pairs.shape)
             pairs[...] = (high << 16) | (low & 0xFFFF)
@@ -54,7 +53,7 @@ class Random:
 
 def run_tokens(passes: Any, steps: Any) -> dict[str, np.ndarray]:
     """Decode a few tokens of two images by chains, and a tree, under guidance; all that passes and steps write."""
-    random, H, G, F, P, T = Random(0), 6, 3, 70, 3, 5
+    random, R, H, G, F, P, T = Random(0), 2 * B, 6, 3, 70, 3, 5
     K = D // H
     matrices = [[random.matrix(*shape) for shape in (((H + 2 * G) * K, D), (D, D), (2 * F, D), (D, F))] for _ in range(L)]
     weights = passes.TokenWeights(
@@ -66,7 +65,7 @@ def run_tokens(passes: Any, steps: Any) -> dict[str, np.ndarray]:
         rotary=random.floats(TOKENS, K // 2, 2),
         eps=1e-5,
     )
-    slots = random.slots(G, K, P, P + TOKENS + T)
+    slots = random.slots(R, G, K, P, P + TOKENS + T)
     buffers = make_buffers(weights.layers, weights.output, slots, (R, T), H, D, F)
     tokens, length = random.generator.integers(0, V, (B, TOKENS + T)), np.array([1, 6])
     known, seeds = random.generator.integers(0, V, (B, TOKENS + T)), np.array([3, 2**62])
@@ -95,13 +94,13 @@ def run_tokens(passes: Any, steps: Any) -> dict[str, np.ndarray]:
         length += committed
         written = {"drafted": drafted, "valid": valid, "fed": fed, "position": position, "sampled": sampled, "count": count}
         written |= {"following": following, "states": states, "features": features, "logits": logits, "tokens": tokens}
-        found |= {f"{name}{number}": each.copy() for name, each in (written | slots._asdict()).items()if name != "limits"}
+        found |= {f"{name}{number}": each.copy() for name, each in (written | slots._asdict()).items() if name != "limits"}
     return found
 
 
-def run_scales(passes: Any, unit: bool) -> dict[str, np.ndarray]:
-    """Three scales of two images under guidance, the first one after a caption; `unit`: queries and keys are normalized."""
-    random, H, F, P = Random(1 + unit), 3, 150, 5
+def run_scales(passes: Any, R: int, unit: bool) -> dict[str, np.ndarray]:
+    """Three scales, the first one after a caption, under guidance if R is even; `unit`: queries and keys are normalized."""
+    random, H, F, P = Random(R), 3, 150, 5
     matrices = [[random.matrix(*shape) for shape in ((3 * D, D), (D, D), (F, D), (D, F))] for _ in range(L)]
     layers = join_layers(matrices)
     weights = passes.ScaleWeights(
@@ -112,26 +111,25 @@ def run_scales(passes: Any, unit: bool) -> dict[str, np.ndarray]:
         output=random.matrix(V, D),
         output_bias=random.floats(-(-V // 64) * 64),
     )
-    slots = random.slots(H, D // H, P, P + 14)
+    slots = random.slots(R, H, D // H, P, P + 14)
     buffers = make_buffers(layers, weights.output, slots, (R, 9), H, D, F)
     modulation, last = random.floats(L, 6, R, D), random.floats(2, R, D)
     found, place = {}, 0
     for number, (fed, own) in enumerate(((P, 1), (0, 4), (0, 9))):
         T = fed + own
         states, features = random.floats(R, T, D), np.zeros((R, own, D), np.float32)
-        logits, guidance = np.zeros((B, own, V), np.float32), random.floats(own)
+        logits, guidance = np.zeros((R if R % 2 else R // 2, own, V), np.float32), random.floats(0 if R % 2 else own)
         reach = np.full((R, T), T)
         reach[:, :fed] = fed
         reach[::2, fed - 1 : fed] = 0  # padding of a caption sees nothing
         passes.run_scale_pass(weights, slots, buffers, states, modulation, last, reach, place, guidance, features, logits)
         place += T
         written = {"states": states, "features": features, "logits": logits, **slots._asdict()}
-        found |= {f"{name}{number}, {unit=}": each.copy() for name, each in written.items() if name != "limits"}
+        found |= {f"{name}{number} of {R}": each.copy() for name, each in written.items() if name != "limits"}
     return found
 
 
 if __name__ == "__main__":
-    if sys.argv[2:]:
-        instructions.cpu_instructions = lambda: tuple(sys.argv[2:])  # type: ignore[assignment]
-    modules = load_modules(FUNCTIONS, None)
-    np.savez(sys.argv[1], **run_tokens(*modules), **run_scales(modules[0], False), **run_scales(modules[0], True))
+    passes, steps = load_modules(FUNCTIONS, None)
+    outputs = run_tokens(passes, steps) | run_scales(passes, 4, True) | run_scales(passes, 3, False)
+    np.savez(sys.argv[1], set=np.array(instruction_set()), **outputs)
