@@ -105,7 +105,7 @@ def _make_dots(rows, most):
     """Make a function of the dot products of `rows` rows of pairs with 16 x `vectors` columns, with arguments of `make_dot`.
 
     Args:
-        most: 1 or 4, vectors whose sums fit the registers.
+        most: 1, 2 or 4, vectors that fit the registers.
     """
     some = min(most, 2)
     one, two, four = (make_dot(rows, count * LANES // WIDTH, True) for count in (1, some, most))
@@ -128,7 +128,8 @@ def _make_dots(rows, most):
     return dots
 
 
-_dots_1, _dots_4 = _make_dots(1, 4), _make_dots(QUERIES, 4 if WIDTH == 16 else 1)
+_MOST_1, _MOST_4 = {4: (2, 1), 8: (4, 1), 16: (4, 4)}[WIDTH]
+_dots_1, _dots_4 = _make_dots(1, _MOST_1), _make_dots(QUERIES, _MOST_4)
 
 
 @njit(**INNER)

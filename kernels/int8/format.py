@@ -40,10 +40,10 @@ def value_limit(slots: int) -> int:
 
 
 class Matrix(NamedTuple):
-    """A packed matrix of 8-bit integers, for products with bytes of which each has 128 added."""
+    """A packed matrix of 8-bit integers, for products with bytes of which each has `Layout.offset` added."""
 
     values: Annotated[np.ndarray, "int8 [N' C']"]
-    start: Annotated[np.ndarray, "int32 [N']"]  # initial sums: minus 128 times the sum of each output channel
+    start: Annotated[np.ndarray, "int32 [N']"]  # initial sums: minus the offset times the sum of each output channel
     scale: Annotated[np.ndarray, "float32 [N']"]  # of the output channels
 
 
@@ -112,13 +112,13 @@ class Buffers(NamedTuple):
 def pack_matrix(weight_NC: np.ndarray, scale_N: np.ndarray) -> Matrix:
     """Reorder an int8 matrix for products by this CPU's instructions; see `vargen.kernels.int8.instructions.Layout`."""
     N, C = weight_NC.shape
-    columns, together, _ = LAYOUTS[instruction_set()]
+    columns, together, _, offset = LAYOUTS[instruction_set()]
     padded = np.zeros((-(-N // PANEL) * PANEL, -(-C // 4) * 4), np.int8)
     padded[:N, :C] = weight_NC
     values = padded.reshape(len(padded) // columns, columns, -1, together).transpose(0, 2, 1, 3)
     scale = np.ones(len(padded), np.float32)
     scale[:N] = scale_N
-    return Matrix(np.ascontiguousarray(values).reshape(-1), -128 * padded.sum(1, dtype=np.int32), scale)
+    return Matrix(np.ascontiguousarray(values).reshape(-1), -offset * padded.sum(1, dtype=np.int32), scale)
 
 
 def join_layers(matrices: Sequence[Sequence[Matrix]]) -> Layers:
@@ -144,8 +144,8 @@ def make_buffers(
     longest = max(-(-each // 4) * 4 for each in (width, hidden))
     return Buffers(
         pairs=np.zeros((tokens, longest) if LAYOUTS[instruction_set()].widened else (1, 1), np.int16),
-        wide=np.full((tokens, -(-width // 4) * 4), 128, np.uint8),
-        hidden=np.full((tokens, -(-hidden // 4) * 4), 128, np.uint8),
+        wide=np.zeros((tokens, -(-width // 4) * 4), np.uint8),
+        hidden=np.zeros((tokens, -(-hidden // 4) * 4), np.uint8),
         scale=np.zeros(tokens, np.float32),
         sums=np.zeros(tokens * columns, np.int32),
         row=np.zeros(max(columns, S) + QUERIES, np.float32),

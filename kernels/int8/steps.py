@@ -17,7 +17,7 @@ import numpy as np
 from numba import from_dtype, njit, types
 
 from vargen.kernels.int8.format import EXP_RANGE, EXP_TERMS, INT8_MAX, LN_2, LOG2_E, NORM_MAX, TINY
-from vargen.kernels.int8.vector import LAYOUT, WIDTH, bits_of_float, float_of_bits, make_dot
+from vargen.kernels.int8.vector import LAYOUT, REGISTERS, WIDTH, bits_of_float, float_of_bits, make_dot
 
 OPTIONS = {"fastmath": {"nnan", "nsz"}, "boundscheck": False, "error_model": "numpy", "nogil": True, "_nrt": False}
 INNER = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # functions that only compiled ones call
@@ -29,6 +29,7 @@ _RANGE, _LOG2_E, _LN_2 = f32(EXP_RANGE), f32(LOG2_E), f32(LN_2)
 _T0, _T1, _T2, _T3, _T4, _T5, _T6 = (f32(term) for term in EXP_TERMS)
 _INT8, _INT8_UNIT = f32(INT8_MAX), f32(1 / INT8_MAX)
 _NORM, _NORM_UNIT = f32(NORM_MAX), 1 / NORM_MAX
+_OFFSET = i32(LAYOUT.offset)
 
 
 def compiled(*arguments: Any, **options: Any) -> Callable[[Any], Any]:
@@ -94,11 +95,11 @@ def largest(row, first, count):
 
 @njit(**INNER)
 def quantize(row, count, out):
-    """Quantize float32 `row[:count]` to bytes `out`, with 128 added; returns the scale."""
+    """Quantize float32 `row[:count]` to bytes `out`, with the offset of this CPU's set added; returns the scale."""
     top = largest(row, i64(0), count)
     factor = _INT8 / top
     for d in range(count):
-        out[d] = np.uint8(i32((row[d] * factor + ROUND) - ROUND) + i32(128))
+        out[d] = np.uint8(i32((row[d] * factor + ROUND) - ROUND) + _OFFSET)
     return top * _INT8_UNIT
 
 
@@ -170,11 +171,11 @@ def swiglu_rows(sums, stride, scale, channel_scale, rows, F, row, out):
 
 
 # Rows of a block whose sums, with those of all columns that lie side by side, fit the registers.
-_ROWS_0, _ROWS_1, _ROWS_2, _ROWS_3 = (6, 4, 2, 1) if WIDTH == 16 else (3, 2, 1, 1)
+_ROWS_0, _ROWS_1, _ROWS_2, _ROWS_3 = (6, 4, 2, 1) if REGISTERS == 32 else (3, 2, 1, 1)
 _dot_0, _dot_1, _dot_2, _dot_3 = (
     make_dot(rows, LAYOUT.columns // WIDTH, False) for rows in (_ROWS_0, _ROWS_1, _ROWS_2, _ROWS_3)
 )
-_COLUMNS, _TOGETHER, _WIDENED = LAYOUT
+_COLUMNS, _TOGETHER, _WIDENED, _ = LAYOUT
 
 
 @njit(**INNER)
@@ -183,7 +184,7 @@ def product(x, rows, matrix, start, steps, pairs, sums, N):
 
     Args:
         matrix: address of the bytes of `vargen.kernels.int8.format.pack_matrix`.
-        start: int32 `[N]`, initial sums, which undo the 128 added to the bytes.
+        start: int32 `[N]`, initial sums, which undo what is added to the bytes.
         pairs: int16 `[M, >= 4 steps]`, overwritten where instructions multiply pairs of 16-bit integers.
     """
     row_stride, address, out_stride = x.strides[0], i64(x.ctypes.data), 4 * N
