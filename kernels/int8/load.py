@@ -129,9 +129,9 @@ class CompiledCode:
         return _code_folder() / f"complete-{self.functions[0]}"
 
 
-TOKEN_PASS = CompiledCode("int8 passes", "run_token_pass", "move_slots")  # of next-token transformers
-LANGUAGE_PASS = CompiledCode("int8 passes of language models", "run_language_pass", "run_linear", "move_slots")
-SCALE_PASS = CompiledCode("next-scale int8 passes", "run_scale_pass")
+TOKEN_PASS = CompiledCode("int8 passes", "run_token_pass", "move_slots", "help_pass")  # of next-token transformers
+LANGUAGE_PASS = CompiledCode("int8 passes of language models", "run_language_pass", "run_linear", "move_slots", "help_pass")
+SCALE_PASS = CompiledCode("next-scale int8 passes", "run_scale_pass", "help_pass")
 
 
 def warn_if_slow() -> None:

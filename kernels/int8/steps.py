@@ -179,36 +179,34 @@ _COLUMNS, _TOGETHER, _WIDENED, _ = LAYOUT
 
 
 @njit(**INNER)
-def product(x, rows, matrix, start, steps, pairs, sums, N):
-    """Products of byte rows `x [M, 4 steps]` with a packed matrix of N columns, a multiple of 64, to int32 `sums [M, N]`.
+def widen_rows(x, rows, steps, pairs):
+    """Return address and stride of byte rows `x [M, 4 steps]`, or of their 16-bit integers where instructions need pairs."""
+    if not _WIDENED:
+        return i64(x.ctypes.data), i64(x.strides[0])
+    for m in range(rows):
+        for c in range(4 * steps):
+            pairs[m, c] = np.int16(x[m, c])
+    return i64(pairs.ctypes.data), i64(pairs.strides[0])
 
-    Args:
-        matrix: address of the bytes of `vargen.kernels.int8.format.pack_matrix`.
-        start: int32 `[N]`, initial sums, which undo what is added to the bytes.
-        pairs: int16 `[M, >= 4 steps]`, overwritten where instructions multiply pairs of 16-bit integers.
-    """
-    row_stride, address, out_stride = x.strides[0], i64(x.ctypes.data), 4 * N
-    count, stride = steps * (4 // _TOGETHER), _COLUMNS * _TOGETHER
-    if _WIDENED:
-        row_stride, address = pairs.strides[0], i64(pairs.ctypes.data)
-        for m in range(rows):
-            for c in range(4 * steps):
-                pairs[m, c] = np.int16(x[m, c])
-    for n in range(0, N, _COLUMNS):
-        panel = matrix + n * steps * 4
-        first, column = start.ctypes.data + 4 * n, sums.ctypes.data + 4 * n
+
+@njit(**INNER)
+def multiply_columns(first, last, address, row_stride, rows, matrix, start, steps, sums, N):
+    """Columns from `first` to `last`, multiples of 64, of a product; see `vargen.kernels.int8.sharing.product`."""
+    out_stride, count, stride = 4 * N, steps * (4 // _TOGETHER), _COLUMNS * _TOGETHER
+    for n in range(first, last, _COLUMNS):
+        panel, initial, column = matrix + n * steps * 4, start + 4 * n, sums + 4 * n
         m = 0
         while m < rows:
             row, out, left = address + m * row_stride, column + m * out_stride, rows - m
             if left >= _ROWS_0:
-                _dot_0(row, row_stride, panel, stride, count, first, out, out_stride)
+                _dot_0(row, row_stride, panel, stride, count, initial, out, out_stride)
                 m += _ROWS_0
             elif left >= _ROWS_1:
-                _dot_1(row, row_stride, panel, stride, count, first, out, out_stride)
+                _dot_1(row, row_stride, panel, stride, count, initial, out, out_stride)
                 m += _ROWS_1
             elif left >= _ROWS_2:
-                _dot_2(row, row_stride, panel, stride, count, first, out, out_stride)
+                _dot_2(row, row_stride, panel, stride, count, initial, out, out_stride)
                 m += _ROWS_2
             else:
-                _dot_3(row, row_stride, panel, stride, count, first, out, out_stride)
+                _dot_3(row, row_stride, panel, stride, count, initial, out, out_stride)
                 m += _ROWS_3
