@@ -76,7 +76,7 @@ def write_tokens(slots, layer, r, first, buffers, stride, channel_scale, biases,
                     cos, sin = rotary[cell, j, 0], rotary[cell, j, 1]
                     row[start + 2 * j] = even * cos - odd * sin
                     row[start + 2 * j + 1] = even * sin + odd * cos
-            top = largest(row, start, K)
+            top = largest(row[start : start + K])
             factor = (score_limit if h < H + G else value_limit) / top
             for j in range(start, start + K):
                 row[j] = (row[j] * factor + ROUND) - ROUND
