@@ -84,10 +84,10 @@ def exp(x):
 
 
 @njit(**INNER)
-def largest(row, first, count):
-    """Largest absolute value of float32 `row[first : first + count]`, at least `TINY`."""
+def largest(row):
+    """Largest absolute value of float32 `row`, at least `TINY`."""
     top = bits_of_float(SMALLEST)
-    for d in range(first, first + count):
+    for d in range(len(row)):
         bits = bits_of_float(abs(row[d]))
         top = bits if bits > top else top
     return float_of_bits(top)
@@ -96,7 +96,7 @@ def largest(row, first, count):
 @njit(**INNER)
 def quantize(row, count, out):
     """Quantize float32 `row[:count]` to bytes `out`, with the offset of this CPU's set added; returns the scale."""
-    top = largest(row, i64(0), count)
+    top = largest(row[:count])
     factor = _INT8 / top
     for d in range(count):
         out[d] = np.uint8(i32((row[d] * factor + ROUND) - ROUND) + _OFFSET)
@@ -110,7 +110,7 @@ def norm(x, factor, shift, eps, out):
     A layer norm; where `shift` is None, `exact_rms_norm`.
     """
     D = len(x)
-    top = largest(x, i64(0), D)
+    top = largest(x)
     units = _NORM / top
     total, squares = i64(0), i64(0)
     for d in range(D):
