@@ -64,9 +64,12 @@ def test_a_helper_computes_parts_until_the_pass_ends(compiled: Any, monkeypatch:
     team[0] = (team[0] >> 32) + 1 << 32 | parts << 16  # a product that the caller's core does not compute
     helper = threading.Thread(target=compiled.help_pass, args=(team, 7))
     helper.start()
-    assert wait_until(lambda: team[8] == parts) and helper.is_alive()
-    team[ENDED] = 7
-    helper.join(20)
+    try:
+        wait_until(lambda: team[8] == parts)
+        assert helper.is_alive()
+    finally:
+        team[ENDED] = 7
+        helper.join(20)
     assert not helper.is_alive() and (sums == expected).all()
 
 
