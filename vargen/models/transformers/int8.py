@@ -222,18 +222,9 @@ class Int8Network:
         states, features = states.clone(), torch.empty_like(states)
         weights, buffers = self._packed(), self._buffers(cache, T)
         rotated = as_array(whole.flatten(0, 1))
-        self.compiled.run_language_pass(
-            weights,
-            cache.arrays,
-            buffers,
-            states.numpy(),
-            rotated,
-            as_array(reach),
-            tree,
-            place,
-            cache.tokens,
-            features.numpy(),
-        )
+        inputs = states.numpy(), rotated, as_array(reach), tree
+        with share_products(self.compiled, buffers.team):
+            self.compiled.run_language_pass(weights, cache.arrays, buffers, *inputs, place, cache.tokens, features.numpy())
         return states, features
 
     def _packed(self) -> Any:
