@@ -205,9 +205,9 @@ def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dty
 
 
 def default_quantization(folder: Path) -> str | None:
-    """Return the format in which a folder's transformer runs on a CPU by default: int8, if its weights are and compiled code runs.
+    """Return the format in which a folder's transformer runs on a CPU by default.
 
-    By torch operators, 8-bit products may take longer than float32.
+    It is int8 if its weights are stored so and compiled code runs: by torch operators, 8-bit products may be slow.
     """
     config = folder / "transformer" / "config.json"
     stored = read_object(config).get("weight_format") if config.is_file() else None

@@ -62,42 +62,42 @@ def write_tokens(slots, layer, r, first, buffers, stride, channel_scale, biases,
     score_limit, value_limit = f32(limits[0]), f32(limits[1])
     score_unit, value_unit, root = f32(1 / limits[0]), f32(1 / limits[1]), f32(K**-0.5)
     for t in range(T):
-        a, line, slot = buffers.scale[r * T + t], t * stride, first + t
+        a, line, slot = buffers.scale[r * T + t], sums[t * stride : (t + 1) * stride], first + t
         for j in range((H + 2 * G) * K):
-            row[j] = f32(sums[line + j]) * a * channel_scale[j]
+            row[j] = f32(line[j]) * a * channel_scale[j]
             if biases is not None:
                 row[j] += biases[layer, j]
         for h in range(H + 2 * G):
-            start = h * K
+            part = row[h * K : (h + 1) * K]  # by consecutive places from 0, loops over which LLVM vectorizes
             if rotary is not None and h < H + G:
                 cell = cells[r, t]
                 for j in range(K // 2):
-                    even, odd = row[start + 2 * j], row[start + 2 * j + 1]
+                    even, odd = part[2 * j], part[2 * j + 1]
                     cos, sin = rotary[cell, j, 0], rotary[cell, j, 1]
-                    row[start + 2 * j] = even * cos - odd * sin
-                    row[start + 2 * j + 1] = even * sin + odd * cos
-            top = largest(row, start, K)
+                    part[2 * j] = even * cos - odd * sin
+                    part[2 * j + 1] = even * sin + odd * cos
+            top = largest(part)
             factor = (score_limit if h < H + G else value_limit) / top
-            for j in range(start, start + K):
-                row[j] = (row[j] * factor + ROUND) - ROUND
+            for j in range(K):
+                part[j] = (part[j] * factor + ROUND) - ROUND
             size = top * score_unit
             if unit:
                 squares = i32(0)
-                for j in range(start, start + K):
-                    squares = i32(squares + i32(i32(row[j]) * i32(row[j])))
+                for j in range(K):
+                    squares = i32(squares + i32(i32(part[j]) * i32(part[j])))
                 size = f32(1.0 / np.sqrt(f64(squares if squares > 0 else i32(1))))
             if h < H:
                 g, number = h // group, (h % group) * T + t
                 for j in range(K):
-                    q[g, number, j] = np.int16(row[start + j])
+                    q[g, number, j] = np.int16(part[j])
                 q_scale[g, number] = size * (root if sharpness is None else sharpness[layer, h])
             elif h < H + G:
                 for j in range(K // 2):
-                    k[h - H, j, slot] = _join_pair(i32(row[start + 2 * j]), i32(row[start + 2 * j + 1]))
+                    k[h - H, j, slot] = _join_pair(i32(part[2 * j]), i32(part[2 * j + 1]))
                 k_scale[h - H, slot] = size
             else:
                 for j in range(K):
-                    put_value(v[h - H - G], slot, j, i32(row[start + j]))
+                    put_value(v[h - H - G], slot, j, i32(part[j]))
                 v_scale[h - H - G, slot] = top * value_unit
 
 
@@ -105,7 +105,7 @@ def _make_dots(rows, most):
     """Make a function of the dot products of `rows` rows of pairs with 16 x `vectors` columns, with arguments of `make_dot`.
 
     Args:
-        most: 1 or 4, vectors whose sums fit the registers.
+        most: 1, 2 or 4, vectors that fit the registers.
     """
     some = min(most, 2)
     one, two, four = (make_dot(rows, count * LANES // WIDTH, True) for count in (1, some, most))
@@ -128,7 +128,8 @@ def _make_dots(rows, most):
     return dots
 
 
-_dots_1, _dots_4 = _make_dots(1, 4), _make_dots(QUERIES, 4 if WIDTH == 16 else 1)
+_MOST_1, _MOST_4 = {4: (2, 1), 8: (4, 1), 16: (4, 4)}[WIDTH]
+_dots_1, _dots_4 = _make_dots(1, _MOST_1), _make_dots(QUERIES, _MOST_4)
 
 
 @njit(**INNER)

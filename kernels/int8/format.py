@@ -25,6 +25,8 @@ EXP_RANGE = 87.0
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 EXP_TERMS = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)  # of the Taylor series, highest power first
 PANEL = 64  # columns of a matrix are a multiple of it
+TEAM, ENDED = 40, 32  # integers that the cores of a pass share, and the place of the number of the last pass that has ended
+_SHARED_WEIGHTS = 2**24  # bytes, about what caches hold: smaller products end before another core has begun
 QUERIES = 4  # queries of a block: 16 vectors of sums fit the registers
 _EXACT = 2**24  # all integers up to it are float32 numbers
 
@@ -40,10 +42,10 @@ def value_limit(slots: int) -> int:
 
 
 class Matrix(NamedTuple):
-    """A packed matrix of 8-bit integers, for products with bytes of which each has 128 added."""
+    """A packed matrix of 8-bit integers, for products with bytes of which each has `Layout.offset` added."""
 
     values: Annotated[np.ndarray, "int8 [N' C']"]
-    start: Annotated[np.ndarray, "int32 [N']"]  # initial sums: minus 128 times the sum of each output channel
+    start: Annotated[np.ndarray, "int32 [N']"]  # initial sums: minus the offset times the sum of each output channel
     scale: Annotated[np.ndarray, "float32 [N']"]  # of the output channels
 
 
@@ -95,6 +97,7 @@ class Buffers(NamedTuple):
     """Inputs and outputs of the products of a pass; of attention, the queries, and what four of them need at a time."""
 
     pairs: Annotated[np.ndarray, "int16 [M, longest]"]  # inputs, where instructions multiply pairs; else [1, 1]
+    team: Annotated[np.ndarray, "int64 [S]"]  # see `vargen.kernels.int8.sharing`; [1] where a core computes alone
     wide: Annotated[np.ndarray, "uint8 [M, D']"]  # inputs of all products but the last of a layer
     hidden: Annotated[np.ndarray, "uint8 [M, F']"]  # inputs of that one
     scale: Annotated[np.ndarray, "float32 [M]"]
@@ -112,19 +115,24 @@ class Buffers(NamedTuple):
 def pack_matrix(weight_NC: np.ndarray, scale_N: np.ndarray) -> Matrix:
     """Reorder an int8 matrix for products by this CPU's instructions; see `vargen.kernels.int8.instructions.Layout`."""
     N, C = weight_NC.shape
-    columns, together, _ = LAYOUTS[instruction_set()]
+    columns, together, _, offset = LAYOUTS[instruction_set()]
     padded = np.zeros((-(-N // PANEL) * PANEL, -(-C // 4) * 4), np.int8)
     padded[:N, :C] = weight_NC
     values = padded.reshape(len(padded) // columns, columns, -1, together).transpose(0, 2, 1, 3)
     scale = np.ones(len(padded), np.float32)
     scale[:N] = scale_N
-    return Matrix(np.ascontiguousarray(values).reshape(-1), -128 * padded.sum(1, dtype=np.int32), scale)
+    return Matrix(np.ascontiguousarray(values).reshape(-1), -offset * padded.sum(1, dtype=np.int32), scale)
 
 
 def join_layers(matrices: Sequence[Sequence[Matrix]]) -> Layers:
     """Describe the four matrices of each layer. They must be kept as long as this is used, which has only their addresses."""
     starts, scales = (np.stack([np.concatenate([each[i] for each in four]) for four in matrices]) for i in (1, 2))
     return Layers(np.array([[each.values.ctypes.data for each in four] for four in matrices]), starts, scales)
+
+
+def make_team(weights: int) -> np.ndarray:
+    """Return `Buffers.team` for products with this number of weights."""
+    return np.zeros(TEAM if weights > _SHARED_WEIGHTS else 1, np.int64)
 
 
 def make_buffers(
@@ -144,8 +152,9 @@ def make_buffers(
     longest = max(-(-each // 4) * 4 for each in (width, hidden))
     return Buffers(
         pairs=np.zeros((tokens, longest) if LAYOUTS[instruction_set()].widened else (1, 1), np.int16),
-        wide=np.full((tokens, -(-width // 4) * 4), 128, np.uint8),
-        hidden=np.full((tokens, -(-hidden // 4) * 4), 128, np.uint8),
+        team=make_team(layers.start.size * width),
+        wide=np.zeros((tokens, -(-width // 4) * 4), np.uint8),
+        hidden=np.zeros((tokens, -(-hidden // 4) * 4), np.uint8),
         scale=np.zeros(tokens, np.float32),
         sums=np.zeros(tokens * columns, np.int32),
         row=np.zeros(max(columns, S) + QUERIES, np.float32),

@@ -25,22 +25,33 @@ _INSTRUCTIONS = {
     "Arm bf16": ("bf16",),
 }
 # The sets, fastest first, and what a CPU needs for each: one of these, or nothing. AVX-512 VNNI has the short vectors, too.
-SETS = {"avx512-vnni": {"AVX-512 VNNI"}, "avx-vnni": {"AVX-VNNI", "AVX-512 VNNI"}, "avx2": {"AVX2"}, "plain": set[str]()}
+SETS = {
+    "avx512-vnni": {"AVX-512 VNNI"},
+    "avx-vnni": {"AVX-VNNI", "AVX-512 VNNI"},
+    "avx2": {"AVX2"},
+    "neon-dotprod": {"Arm dot product"},
+    "plain": set[str](),
+}
 
 
 class Layout(NamedTuple):
-    """How a matrix is packed: `columns` side by side, `together` consecutive inputs of each; `widened`: rows as int16."""
+    """How a matrix is packed: `columns` side by side, `together` consecutive inputs of each.
+
+    `widened`: rows are read as int16. `offset`: added to the bytes of rows, where an instruction takes unsigned ones.
+    """
 
     columns: int
     together: int
-    widened: bool
+    widened: bool = False
+    offset: int = 128
 
 
 LAYOUTS = {
-    "avx512-vnni": Layout(64, 4, False),
-    "avx-vnni": Layout(32, 4, False),
-    "avx2": Layout(32, 2, True),
-    "plain": Layout(32, 2, True),
+    "avx512-vnni": Layout(64, 4),
+    "avx-vnni": Layout(32, 4),
+    "avx2": Layout(32, 2, widened=True),
+    "neon-dotprod": Layout(16, 4, offset=0),
+    "plain": Layout(32, 2, widened=True),
 }
 
 

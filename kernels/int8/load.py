@@ -1,7 +1,8 @@
 """Compiled code for a CPU, which Numba makes in seconds, in another process, once for all processes of a user.
 
-It is kept in the cache folder; the first image waits for it. Where it cannot be compiled, torch operators run: with the same bits
-in next-token models, but in next-scale models they round differently. Where nothing can be written, each process compiles it.
+It is kept in the cache folder; the first image waits for it. Where it cannot be compiled, torch operators run: with the same
+bits in next-token models, but in next-scale models they round differently. Where nothing can be written, each process compiles
+it in a thread.
 
 `python -m vargen.kernels.int8.load FOLDER FILE FUNCTION...` compiles passes to a folder, and marks them by a file as complete.
 """
@@ -129,9 +130,9 @@ class CompiledCode:
         return _code_folder() / f"complete-{self.functions[0]}"
 
 
-TOKEN_PASS = CompiledCode("int8 passes", "run_token_pass", "move_slots")  # of next-token transformers
-LANGUAGE_PASS = CompiledCode("int8 passes of language models", "run_language_pass", "run_linear", "move_slots")
-SCALE_PASS = CompiledCode("next-scale int8 passes", "run_scale_pass")
+TOKEN_PASS = CompiledCode("int8 passes", "run_token_pass", "move_slots", "help_pass")  # of next-token transformers
+LANGUAGE_PASS = CompiledCode("int8 passes of language models", "run_language_pass", "run_linear", "move_slots", "help_pass")
+SCALE_PASS = CompiledCode("next-scale int8 passes", "run_scale_pass", "help_pass")
 
 
 def warn_if_slow() -> None:

@@ -19,6 +19,7 @@ from numba import njit
 
 from vargen.kernels.int8.attention import attend_slots, put_value, write_tokens
 from vargen.kernels.int8.format import PANEL, Buffers, Layers, Matrix, Slots
+from vargen.kernels.int8.sharing import help_pass, product  # noqa: F401 - compiled with the passes
 from vargen.kernels.int8.steps import (
     INNER,
     ONE,
@@ -30,7 +31,6 @@ from vargen.kernels.int8.steps import (
     i64,
     norm,
     normalize_products,
-    product,
     quantize,
     swiglu_rows,
 )
@@ -76,7 +76,7 @@ def _run_layers(
                         norm(x[m], modulation[layer, 2 + half, m // T], modulation[layer, 4 + half, m // T], eps, row)
                     scale[m] = quantize(row, D, wide[m])
             start, channels = layers.start[layer, first:], layers.scale[layer, first:]
-            product(factors, M, layers.packed[layer, stage], start, -(-inputs // 4), buffers.pairs, sums, columns)
+            product(factors, M, layers.packed[layer, stage], start, -(-inputs // 4), buffers.pairs, buffers.team, sums, columns)
             if stage == 0:
                 for r in range(len(reach)):
                     slot = place + (slots.length[r] if slots.length[r] < most else most)
@@ -109,7 +109,7 @@ def _write_logits(output, bias, buffers, D, logits):
     R, T, V = logits.shape
     columns = len(output.start)
     matrix, steps = i64(output.values.ctypes.data), -(-D // 4)
-    product(buffers.wide, R * T, matrix, output.start, steps, buffers.pairs, buffers.sums, columns)
+    product(buffers.wide, R * T, matrix, output.start, steps, buffers.pairs, buffers.team, buffers.sums, columns)
     for r in range(R):
         for t in range(T):
             m = r * T + t
@@ -251,9 +251,17 @@ def run_language_pass(weights, slots, buffers, states, rotary, reach, ancestors,
 
 
 @compiled(
-    Matrix, "float32 [N]", "float32 [M, C]", "uint8 [M, C']", "float32 [M]", "int16 [M, C']", "int32 [M N']", "float32 [M, N]"
+    Matrix,
+    "float32 [N]",
+    "float32 [M, C]",
+    "uint8 [M, C']",
+    "float32 [M]",
+    "int16 [M, C']",
+    "int64 [S]",
+    "int32 [M N']",
+    "float32 [M, N]",
 )
-def run_linear(matrix, bias, x, wide, scale, pairs, sums, out):
+def run_linear(matrix, bias, x, wide, scale, pairs, team, sums, out):
     """Quantize rows `x [M, C]`, multiply them with a matrix, and add a bias.
 
     The arrays between `x` and `out` are overwritten; see `vargen.kernels.int8.format.Buffers`.
@@ -261,7 +269,7 @@ def run_linear(matrix, bias, x, wide, scale, pairs, sums, out):
     columns, address = len(matrix.start), i64(matrix.values.ctypes.data)
     for m in range(len(x)):
         scale[m] = quantize(x[m], x.shape[1], wide[m])
-    product(wide, len(x), address, matrix.start, -(-x.shape[1] // 4), pairs, sums, columns)
+    product(wide, len(x), address, matrix.start, -(-x.shape[1] // 4), pairs, team, sums, columns)
     for m in range(len(x)):
         a, line = scale[m], sums[m * columns : m * columns + out.shape[1]]
         for n in range(out.shape[1]):

@@ -17,7 +17,7 @@ import numpy as np
 from numba import from_dtype, njit, types
 
 from vargen.kernels.int8.format import EXP_RANGE, EXP_TERMS, INT8_MAX, LN_2, LOG2_E, NORM_MAX, TINY
-from vargen.kernels.int8.vector import LAYOUT, WIDTH, bits_of_float, float_of_bits, make_dot
+from vargen.kernels.int8.vector import LAYOUT, REGISTERS, WIDTH, bits_of_float, float_of_bits, make_dot
 
 OPTIONS = {"fastmath": {"nnan", "nsz"}, "boundscheck": False, "error_model": "numpy", "nogil": True, "_nrt": False}
 INNER = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # functions that only compiled ones call
@@ -29,6 +29,7 @@ _RANGE, _LOG2_E, _LN_2 = f32(EXP_RANGE), f32(LOG2_E), f32(LN_2)
 _T0, _T1, _T2, _T3, _T4, _T5, _T6 = (f32(term) for term in EXP_TERMS)
 _INT8, _INT8_UNIT = f32(INT8_MAX), f32(1 / INT8_MAX)
 _NORM, _NORM_UNIT = f32(NORM_MAX), 1 / NORM_MAX
+_OFFSET = i32(LAYOUT.offset)
 
 
 def compiled(*arguments: Any, **options: Any) -> Callable[[Any], Any]:
@@ -83,10 +84,10 @@ def exp(x):
 
 
 @njit(**INNER)
-def largest(row, first, count):
-    """Largest absolute value of float32 `row[first : first + count]`, at least `TINY`."""
+def largest(row):
+    """Largest absolute value of float32 `row`, at least `TINY`."""
     top = bits_of_float(SMALLEST)
-    for d in range(first, first + count):
+    for d in range(len(row)):
         bits = bits_of_float(abs(row[d]))
         top = bits if bits > top else top
     return float_of_bits(top)
@@ -94,11 +95,11 @@ def largest(row, first, count):
 
 @njit(**INNER)
 def quantize(row, count, out):
-    """Quantize float32 `row[:count]` to bytes `out`, with 128 added; returns the scale."""
-    top = largest(row, i64(0), count)
+    """Quantize float32 `row[:count]` to bytes `out`, with the offset of this CPU's set added; returns the scale."""
+    top = largest(row[:count])
     factor = _INT8 / top
     for d in range(count):
-        out[d] = np.uint8(i32((row[d] * factor + ROUND) - ROUND) + i32(128))
+        out[d] = np.uint8(i32((row[d] * factor + ROUND) - ROUND) + _OFFSET)
     return top * _INT8_UNIT
 
 
@@ -109,7 +110,7 @@ def norm(x, factor, shift, eps, out):
     A layer norm; where `shift` is None, `exact_rms_norm`.
     """
     D = len(x)
-    top = largest(x, i64(0), D)
+    top = largest(x)
     units = _NORM / top
     total, squares = i64(0), i64(0)
     for d in range(D):
@@ -170,44 +171,42 @@ def swiglu_rows(sums, stride, scale, channel_scale, rows, F, row, out):
 
 
 # Rows of a block whose sums, with those of all columns that lie side by side, fit the registers.
-_ROWS_0, _ROWS_1, _ROWS_2, _ROWS_3 = (6, 4, 2, 1) if WIDTH == 16 else (3, 2, 1, 1)
+_ROWS_0, _ROWS_1, _ROWS_2, _ROWS_3 = (6, 4, 2, 1) if REGISTERS == 32 else (3, 2, 1, 1)
 _dot_0, _dot_1, _dot_2, _dot_3 = (
     make_dot(rows, LAYOUT.columns // WIDTH, False) for rows in (_ROWS_0, _ROWS_1, _ROWS_2, _ROWS_3)
 )
-_COLUMNS, _TOGETHER, _WIDENED = LAYOUT
+_COLUMNS, _TOGETHER, _WIDENED, _ = LAYOUT
 
 
 @njit(**INNER)
-def product(x, rows, matrix, start, steps, pairs, sums, N):
-    """Products of byte rows `x [M, 4 steps]` with a packed matrix of N columns, a multiple of 64, to int32 `sums [M, N]`.
+def widen_rows(x, rows, steps, pairs):
+    """Return address and stride of byte rows `x [M, 4 steps]`, or of their 16-bit integers where instructions need pairs."""
+    if not _WIDENED:
+        return i64(x.ctypes.data), i64(x.strides[0])
+    for m in range(rows):
+        for c in range(4 * steps):
+            pairs[m, c] = np.int16(x[m, c])
+    return i64(pairs.ctypes.data), i64(pairs.strides[0])
 
-    Args:
-        matrix: address of the bytes of `vargen.kernels.int8.format.pack_matrix`.
-        start: int32 `[N]`, initial sums, which undo the 128 added to the bytes.
-        pairs: int16 `[M, >= 4 steps]`, overwritten where instructions multiply pairs of 16-bit integers.
-    """
-    row_stride, address, out_stride = x.strides[0], i64(x.ctypes.data), 4 * N
-    count, stride = steps * (4 // _TOGETHER), _COLUMNS * _TOGETHER
-    if _WIDENED:
-        row_stride, address = pairs.strides[0], i64(pairs.ctypes.data)
-        for m in range(rows):
-            for c in range(4 * steps):
-                pairs[m, c] = np.int16(x[m, c])
-    for n in range(0, N, _COLUMNS):
-        panel = matrix + n * steps * 4
-        first, column = start.ctypes.data + 4 * n, sums.ctypes.data + 4 * n
+
+@njit(**INNER)
+def multiply_columns(first, last, address, row_stride, rows, matrix, start, steps, sums, N):
+    """Columns from `first` to `last`, multiples of 64, of a product; see `vargen.kernels.int8.sharing.product`."""
+    out_stride, count, stride = 4 * N, steps * (4 // _TOGETHER), _COLUMNS * _TOGETHER
+    for n in range(first, last, _COLUMNS):
+        panel, initial, column = matrix + n * steps * 4, start + 4 * n, sums + 4 * n
         m = 0
         while m < rows:
             row, out, left = address + m * row_stride, column + m * out_stride, rows - m
             if left >= _ROWS_0:
-                _dot_0(row, row_stride, panel, stride, count, first, out, out_stride)
+                _dot_0(row, row_stride, panel, stride, count, initial, out, out_stride)
                 m += _ROWS_0
             elif left >= _ROWS_1:
-                _dot_1(row, row_stride, panel, stride, count, first, out, out_stride)
+                _dot_1(row, row_stride, panel, stride, count, initial, out, out_stride)
                 m += _ROWS_1
             elif left >= _ROWS_2:
-                _dot_2(row, row_stride, panel, stride, count, first, out, out_stride)
+                _dot_2(row, row_stride, panel, stride, count, initial, out, out_stride)
                 m += _ROWS_2
             else:
-                _dot_3(row, row_stride, panel, stride, count, first, out, out_stride)
+                _dot_3(row, row_stride, panel, stride, count, initial, out, out_stride)
                 m += _ROWS_3

@@ -20,14 +20,16 @@ from vargen.kernels.int8.instructions import LAYOUTS, instruction_set
 SET = instruction_set()
 LAYOUT = LAYOUTS[SET]
 LANES = 16  # of what callers count as a vector: two of instructions that have eight
-WIDTH = 16 if SET == "avx512-vnni" else 8  # 32-bit sums of an instruction
+WIDTH = {"avx512-vnni": 16, "neon-dotprod": 4}.get(SET, 8)  # 32-bit sums of an instruction
+REGISTERS = 32 if SET in ("avx512-vnni", "neon-dotprod") else 16
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()
 _SUMS = ir.VectorType(_I32, WIDTH)
 _BYTES, _PAIRS = ir.VectorType(_I8, LAYOUT.together * WIDTH), ir.VectorType(_I16, 2 * WIDTH)
-_DOTS = {
-    "avx512-vnni": ("llvm.x86.avx512.vpdp{}.512", "busd", "wssd"),
-    "avx-vnni": ("llvm.x86.avx512.vpdp{}.256", "busd", "wssd"),
+_DOTS = {  # products of bytes, and of pairs
+    "avx512-vnni": ("llvm.x86.avx512.vpdpbusd.512", "llvm.x86.avx512.vpdpwssd.512"),
+    "avx-vnni": ("llvm.x86.avx512.vpdpbusd.256", "llvm.x86.avx512.vpdpwssd.256"),
+    "neon-dotprod": ("llvm.aarch64.neon.sdot.v4i32.v16i8", None),
 }
 
 
@@ -71,23 +73,25 @@ def make_dot(rows: int, vectors: int, pairs: bool) -> Callable[..., None]:
     address and stride of the sums to write. A step is 32 bits of a row.
 
     Args:
-        pairs: rows and columns of 16-bit integers, two of each a step; otherwise columns are signed bytes, and rows unsigned
-            bytes or, where an instruction has pairs only, 16-bit integers.
+        pairs: rows and columns of 16-bit integers, two of each a step; otherwise columns are signed bytes, and rows bytes,
+            unsigned if they have an offset, or, where an instruction has pairs only, 16-bit integers.
     """
-    name, *kinds = _DOTS.get(SET, ("", "", ""))
+    name = _DOTS.get(SET, (None, None))[pairs]
     kind = _PAIRS if pairs else _BYTES
     size = 4 * WIDTH if pairs else LAYOUT.together * WIDTH  # bytes of a vector of columns
 
     @intrinsic
     def dot(context, row, row_stride, column, column_stride, steps, start, out, out_stride):
         def generate(context, builder, signature, arguments):
+            if SET == "neon-dotprod" and not pairs:  # LLVM may not know that this CPU has it; llvmlite's `add` takes no pairs
+                set.add(builder.function.attributes, '"target-features"="+dotprod"')
             row, row_stride, column, column_stride, steps, start, out, out_stride = arguments
 
             def add(sums: Any, word: Any, values: Any) -> Any:
                 if not name:
                     return _add_pairs(builder, sums, builder.bitcast(word, _PAIRS), values)
                 function = ir.FunctionType(_SUMS, (_SUMS, kind, kind))
-                instruction = cgutils.get_or_insert_function(builder.module, function, name.format(kinds[pairs]))
+                instruction = cgutils.get_or_insert_function(builder.module, function, name)
                 return builder.call(instruction, [sums, builder.bitcast(word, kind), values])
 
             sums = [[cgutils.alloca_once(builder, _SUMS) for _ in range(vectors)] for _ in range(rows)]

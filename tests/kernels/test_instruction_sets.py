@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import vargen.kernels
 from vargen.kernels.int8 import instructions
 from vargen.kernels.int8.format import pack_matrix
 from vargen.kernels.int8.instructions import LAYOUTS, SETS, cpu_instructions, instruction_set
@@ -34,17 +36,57 @@ def test_passes_have_the_bits_of_operators_and_of_records(name: str, repo_root: 
     assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-2000:]
 
 
+def outputs_of(command: list[str | Path], repo_root: Path, file: Path, environment: dict[str, str]) -> dict[str, np.ndarray]:
+    done = subprocess.run(
+        [*command, repo_root / "tests/support/int8_outputs.py", file],
+        env=environment, capture_output=True, text=True, timeout=550, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    with np.load(file) as found:
+        return dict(found)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("name", "cpu", "environment"),
+    [
+        ("neon-dotprod", "cortex-a76", {}),  # which is chosen, as LLVM's generic CPU
+        ("plain", "cortex-a72", {"VARGEN_CPU": "plain", "NUMBA_CPU_NAME": "cortex-a72", "NUMBA_CPU_FEATURES": "+neon"}),
+    ],
+)
+def test_passes_of_arm_have_the_bits_of_this_machine(
+    name: str, cpu: str, environment: dict[str, str], repo_root: Path, tmp_path: Path
+) -> None:
+    """Passes of tiny networks, sampling and commits, under an emulator, which stops at instructions that a CPU lacks."""
+    pytest.importorskip("numba", reason="compiled passes need Numba: pip install -e .[cpu]")
+    root, emulator = Path(os.environ.get("VARGEN_ARM_ROOT", "")), shutil.which("qemu-aarch64")
+    python = root / "usr/bin/python3.11"
+    if emulator is None or not python.is_file():
+        pytest.skip("needs Python for Arm: sh tests/support/make_arm_root.sh FOLDER; export VARGEN_ARM_ROOT=FOLDER")
+    package = tmp_path / "vargen"  # as it is where it is installed
+    package.mkdir()
+    for source in (*Path(vargen.__path__[0]).iterdir(), Path(vargen.kernels.__path__[0])):
+        (package / source.name).symlink_to(source)
+    places = {"PYTHONPATH": f"{tmp_path}:{root / 'site'}", "PYTHONDONTWRITEBYTECODE": "1"}
+    command: list[str | Path] = [emulator, "-cpu", cpu, "-L", root, python]
+    found = outputs_of(command, repo_root, tmp_path / "arm.npz", {**places, **environment})
+    expected = outputs_of([sys.executable], repo_root, tmp_path / "here.npz", {**os.environ, "OMP_NUM_THREADS": "1"})
+    assert (str(found.pop("set")), str(expected.pop("set"))) == (name, instruction_set())
+    assert found.keys() == expected.keys()
+    assert not [each for each in expected if found[each].tobytes() != expected[each].tobytes()]
+
+
 @pytest.mark.parametrize("name", SETS)
 def test_a_packed_matrix_has_the_inputs_of_a_step_side_by_side(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instructions, "cpu_instructions", lambda: ("AVX-512 VNNI", "AVX2"))
+    monkeypatch.setattr(instructions, "cpu_instructions", lambda: ("AVX-512 VNNI", "AVX2", "Arm dot product"))
     monkeypatch.setenv("VARGEN_CPU", name)
     weight = np.random.default_rng(0).integers(-127, 128, (70, 10)).astype(np.int8)
     packed = pack_matrix(weight, np.ones(70, np.float32))
-    columns, together, _ = LAYOUTS[name]
+    columns, together, _, offset = LAYOUTS[name]
     values = packed.values.reshape(128 // columns, 12 // together, columns, together)
     for n, c in ((0, 0), (69, 9), (33, 5)):
         assert values[n // columns, c // together, n % columns, c % together] == weight[n, c]
-    assert (packed.start[:70] == -128 * weight.sum(1, dtype=np.int32)).all() and not packed.start[70:].any()
+    assert (packed.start[:70] == -offset * weight.sum(1, dtype=np.int32)).all() and not packed.start[70:].any()
 
 
 @pytest.mark.parametrize(
@@ -53,7 +95,8 @@ def test_a_packed_matrix_has_the_inputs_of_a_step_side_by_side(name: str, monkey
         (("AVX2", "AVX-512", "AVX-512 VNNI"), "avx512-vnni"),
         (("AVX2", "AVX-VNNI"), "avx-vnni"),
         (("AVX2",), "avx2"),
-        (("Arm dot product",), "plain"),
+        (("Arm dot product", "Arm bf16"), "neon-dotprod"),
+        (("Arm bf16",), "plain"),
         ((), "plain"),
     ],
 )

@@ -25,6 +25,7 @@ from vargen.kernels.int8.arithmetic import (
     quantize_activations,
     rotate_pairs,
 )
+from vargen.kernels.int8.cores import share_products
 from vargen.kernels.int8.format import Layers, Matrix, make_buffers
 from vargen.models.guidance import Condition
 from vargen.models.int8_cache import Int8Cache
@@ -160,7 +161,8 @@ def run_step(
     # All is at hand before the pass, which evicts from the CPU's caches what operators need.
     features, hidden = torch.empty(2, B, T, D, dtype=torch.float32).unbind()
     results = hidden.numpy(), features.numpy(), logits.numpy()
-    compiled.run_token_pass(cache.weights, cache.arrays, cache.buffers, tokens, cells, tree, scales, *results)
+    with share_products(compiled, cache.buffers.team):
+        compiled.run_token_pass(cache.weights, cache.arrays, cache.buffers, tokens, cells, tree, scales, *results)
     return logits, features, hidden
 
 

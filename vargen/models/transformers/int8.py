@@ -27,7 +27,8 @@ from vargen.kernels.int8.arithmetic import (
     quantize_weight_rows,
     rotate_pairs,
 )
-from vargen.kernels.int8.format import join_layers, make_buffers, pack_matrix
+from vargen.kernels.int8.cores import share_products
+from vargen.kernels.int8.format import join_layers, make_buffers, make_team, pack_matrix
 from vargen.kernels.int8.load import LANGUAGE_PASS
 from vargen.models.int8_cache import Int8Cache
 from vargen.models.quantization import as_array
@@ -91,7 +92,7 @@ class Int8Product:
         if compiled is None:
             self.values, self.scale = values, scale
         else:
-            self.matrix = pack_matrix(as_array(values), as_array(scale))
+            self.matrix, self.team = pack_matrix(as_array(values), as_array(scale)), make_team(weight.numel())
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return float32 `[..., N]` for float32 `[..., C]`."""
@@ -99,12 +100,12 @@ class Int8Product:
             return int8_linear(*quantize_activations(x), self.values, self.scale).add_(self.bias)
         (N, C), rows = self.shape, x.reshape(-1, x.shape[-1]).contiguous()
         M, padded = len(rows), -(-C // 4) * 4
-        wide, pairs = np.full((M, padded), 128, np.uint8), np.empty((M, padded), np.int16)
+        wide, pairs = np.zeros((M, padded), np.uint8), np.empty((M, padded), np.int16)
         sums, out = np.empty(M * len(self.matrix.start), np.int32), torch.empty(M, N)
         scale = np.empty(M, np.float32)
-        self.compiled.run_linear(
-            self.matrix, as_array(self.bias), rows.numpy(), wide, scale, pairs, sums, out.numpy()
-        )  # fmt: skip
+        inputs = self.matrix, as_array(self.bias), rows.numpy()
+        with share_products(self.compiled, self.team):
+            self.compiled.run_linear(*inputs, wide, scale, pairs, self.team, sums, out.numpy())
         return out.view(*x.shape[:-1], N)
 
 
@@ -221,18 +222,9 @@ class Int8Network:
         states, features = states.clone(), torch.empty_like(states)
         weights, buffers = self._packed(), self._buffers(cache, T)
         rotated = as_array(whole.flatten(0, 1))
-        self.compiled.run_language_pass(
-            weights,
-            cache.arrays,
-            buffers,
-            states.numpy(),
-            rotated,
-            as_array(reach),
-            tree,
-            place,
-            cache.tokens,
-            features.numpy(),
-        )
+        inputs = states.numpy(), rotated, as_array(reach), tree
+        with share_products(self.compiled, buffers.team):
+            self.compiled.run_language_pass(weights, cache.arrays, buffers, *inputs, place, cache.tokens, features.numpy())
         return states, features
 
     def _packed(self) -> Any:

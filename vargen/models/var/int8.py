@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vargen.kernels.int8.cores import share_products
 from vargen.kernels.int8.format import PANEL, Layers, Matrix, Slots, allocate_slots, make_buffers
 from vargen.kernels.int8.load import SCALE_PASS
 from vargen.models.guidance import Condition
@@ -111,7 +112,8 @@ def run_pass(
     modulations = as_array(modulation.blocks[:, :, :, 0]), as_array(modulation.head[:, :, 0])
     places = _reach(network, cache, first, last, fed), begin + P - fed
     results = features.numpy(), logits.numpy()
-    cache.compiled.run_scale_pass(weights, cache.arrays, buffers, x.numpy(), *modulations, *places, strength, *results)
+    with share_products(cache.compiled, buffers.team):
+        cache.compiled.run_scale_pass(weights, cache.arrays, buffers, x.numpy(), *modulations, *places, strength, *results)
     cache.scale = last + 1
     return logits, features[:rows]
 
