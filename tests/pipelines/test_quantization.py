@@ -22,6 +22,7 @@ from vargen import LlamaGenPipeline, open_pipeline
 from vargen.kernels import dispatch
 from vargen.kernels.int8 import load as cpu_code
 from vargen.models.quantization import linear_layers, quantize_network, quantize_weights_on_gpu, validate_quantization
+from vargen.pipelines.loading import default_quantization
 from vargen.pipelines.regeneration import describe_environment
 
 
@@ -52,6 +53,24 @@ def test_a_quantized_folder_saved_and_loaded_again_is_bit_equal(folder: Path, tm
         assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
     sizes = [(place / "transformer/diffusion_pytorch_model.safetensors").stat().st_size for place in (folder, tmp_path)]
     assert sizes[1] < 1.1 * sizes[0]
+
+
+def test_weights_stored_in_8_bits_compute_in_8_bits_by_default(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled_passes()
+    other = tmp_path / "float"
+    class_pipeline().save_pretrained(other)
+
+    def opened(place: Path = folder, **options: Any) -> Any:
+        return open_pipeline(place, **options).transformer.config.quantization
+
+    assert opened() == opened(device="cpu") == "int8"
+    assert opened(other) is None
+    for options in ({"quantization": None}, {"torch_dtype": torch.float32}, {"dtype": torch.bfloat16, "device": "cpu"}):
+        assert opened(**options) is None, options
+    monkeypatch.setenv("VARGEN_KERNELS", "reference")  # compiled passes cannot run
+    assert opened() is None and default_quantization(folder) is None
 
 
 def test_a_network_quantized_in_memory_is_the_one_that_is_opened_from_floats(tmp_path: Path) -> None:
@@ -126,6 +145,14 @@ def test_where_no_folder_can_be_written_each_process_compiles(monkeypatch: pytes
     monkeypatch.setattr(cpu_code, "find_compiled_blocker", lambda: None)
     monkeypatch.setattr(cpu_code, "load_modules", lambda names, folder: [folder is None, None])
     assert cpu_code.CompiledCode("int8 passes", "run_token_pass").load() is True
+
+
+@pytest.mark.parametrize("changed", ["cpu_instructions", "instruction_set"])
+def test_another_cpu_has_code_of_its_own(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home folder on a network, or a machine image, meets other CPUs."""
+    before = cpu_code._code_folder()
+    monkeypatch.setattr(cpu_code, changed, lambda: ("AVX2",) if changed == "cpu_instructions" else "another")
+    assert cpu_code._code_folder() != before
 
 
 def test_a_change_of_any_source_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
