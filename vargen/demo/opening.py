@@ -47,7 +47,7 @@ def render_race() -> str:
         f"<h2>The same image,<br> {ratio:.1f} times as fast.</h2>"
         f"<p>{len(fast['tokens'])} steps instead of {len(slow['tokens'])}: "
         f"{fast['seconds'][-1]:.1f} seconds instead of {slow['seconds'][-1]:.1f}.</p>"
-        f'<p class="vg-small">Recorded on one CPU core, shown in slow motion.</p></div>'
+        f'<p class="vg-small">Recorded in float32 on one CPU core, shown in slow motion.</p></div>'
         f"{''.join(_render_lane(lane, subject, image) for lane in (fast, slow))}</section>"
     )
 
