@@ -1,7 +1,8 @@
-"""Seconds of passes of a random language model of the shape of Janus-Pro-1B on a CPU: `generate` of transformers, and int8.
+"""Seconds of an image of a random model of the shape of Janus-Pro-1B on a CPU: `generate` of transformers, and 8-bit passes.
 
-`python benchmarks/language_model.py [--tokens 24] [--threads 1]`. The image of `gumbel` is that of its measured pass at each
-width, times the passes that `emoji` needs for an image at this width: random weights accept no drafts.
+`python benchmarks/language_model.py [--dtype bfloat16] [--tokens 24] [--threads 1]`. Images are scaled from some tokens of
+`generate`, and from passes in the middle of an image. `gumbel` commits as many tokens per pass as `emoji` does by passes of
+this width: random weights accept no drafts.
 """
 
 from __future__ import annotations
@@ -10,11 +11,16 @@ import argparse
 import gc
 import resource
 import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from vargen import open_pipeline
 from vargen.decoding import Tree
+from vargen.kernels.int8.instructions import instruction_set
 from vargen.models.transformers.base import PromptRows
 from vargen.models.transformers.int8 import quantize_layers
 from vargen.models.transformers.int8_decoding import Int8Parts, Int8TokenModel
@@ -76,33 +82,52 @@ def time_generate(model: Any, tokens: int) -> float:
     return (long - short) / tokens
 
 
+def tokens_per_pass(width: int) -> float:
+    """Tokens per pass of `emoji` by passes of `gumbel` over so many tokens."""
+    pipe = open_pipeline("emoji")
+    pipe.set_progress_bar_config(disable=True)
+    method = "ar" if width == 1 else f"gumbel:window={width}"
+    prompts = Path(__file__).with_name("eval_prompts.txt").read_text("utf-8").splitlines()[:8]
+    results = [pipe(each, accelerator=method, generator=torch.Generator().manual_seed(1)).stats for each in prompts]
+    return sum(each.tokens for each in results) / sum(each.passes for each in results)
+
+
+def main(dtype: str, tokens: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    model = make_model(getattr(torch, dtype))
+    layers = sum(each.numel() for each in model.model.language_model.layers.parameters())
+    print(
+        f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, int8 by {instruction_set()}, {threads} threads"
+    )
+    print(f"{layers / 1e9:.2f} billion weights of layers; with {dtype} weights {resident():.2f} GB")
+    own = time_generate(model, tokens)
+    print(f"generate, {dtype}: {own:.3f} s a token, {own * TOKENS:.0f} s an image", flush=True)
+    described = describe_language_model(model)
+    parts = Int8Parts(described, quantize_layers(described))
+    model.model.language_model.layers = torch.nn.ModuleList()
+    gc.collect()
+    print(f"with int8 layers instead {resident():.2f} GB")
+    token_model = Int8TokenModel(describe_language_model(model), parts, 5.0)
+    prompt = PromptRows(torch.randint(4, 1000, (1, PROMPT)), torch.ones(1, PROMPT, dtype=torch.bool))
+    state = token_model.allocate(replace(prompt, unconditional=prompt), max(WIDTHS))
+    start = time.perf_counter()
+    token_model.prefill(replace(prompt, unconditional=prompt), state)
+    prefill = time.perf_counter() - start
+    token_model.rollback(state, torch.tensor([TOKENS // 2]))
+    print("| tokens of a pass | seconds | tokens per pass of emoji | image, s | times as fast |\n|---|---|---|---|---|")
+    for width in WIDTHS:
+        fed = torch.randint(token_model.vocab, (1, width))
+        seconds = median(partial(token_model.forward, fed, state, Tree.make_chain(width - 1)), 7)
+        found = tokens_per_pass(width)
+        image = prefill + seconds * TOKENS / found
+        print(f"| {width} | {seconds:.3f} | {found:.2f} | {image:.1f} | {own * TOKENS / image:.1f} |", flush=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--threads", type=int, default=1)
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    torch.manual_seed(0)
-    model = make_model(torch.bfloat16)
-    print(f"bfloat16 weights: {resident():.2f} GB; torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}")
     with torch.inference_mode():
-        own = {"bfloat16": time_generate(model, given.tokens)}
-        print(f"generate, bfloat16: {own['bfloat16']:.3f} s a token", flush=True)
-        described = describe_language_model(model)
-        parts = Int8Parts(described, quantize_layers(described))
-        model.model.language_model.layers = torch.nn.ModuleList()
-        gc.collect()
-        print(f"int8 layers: {resident():.2f} GB")
-        token_model = Int8TokenModel(describe_language_model(model), parts, 5.0)
-        rows = PromptRows(torch.randint(4, 1000, (1, PROMPT)), torch.ones(1, PROMPT, dtype=torch.bool))
-        rows = PromptRows(rows.ids, rows.valid, rows)
-        state = token_model.allocate(rows, max(WIDTHS))
-        start = time.perf_counter()
-        token_model.prefill(rows, state)
-        print(f"prompt of {PROMPT} tokens: {time.perf_counter() - start:.2f} s")
-        token_model.rollback(state, torch.tensor([TOKENS // 2]))
-        passes = {}
-        for width in WIDTHS:
-            tokens = torch.randint(token_model.vocab, (1, width))
-            passes[width] = median(lambda: token_model.forward(tokens, state, Tree.make_chain(width - 1)), 7)  # noqa: B023
-            print(f"int8 pass of {width} tokens: {passes[width]:.3f} s", flush=True)
+        main(**vars(parser.parse_args()))
