@@ -56,7 +56,8 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
             language model; or a Hub id `"owner/name"`.
         device: such as `"cuda"`; `"auto"` selects a GPU if there is one; None: the CPU. The default dtype is its fastest.
         **options: passed to `from_pretrained` of the pipeline's class, such as `torch_dtype` or `quantization`. Without either,
-            a model on a CPU has `default_quantization`; `quantization=None` runs it in floating point.
+            a model on a CPU has `default_quantization`; where there is a GPU, which it may be moved to, with `device="cpu"` only.
+            `quantization=None` runs it in floating point.
     """
     place = None if device is None else select_device(device)
     check_options(options, *list_families().values(), more=LANGUAGE_MODEL_OPTIONS)
@@ -72,7 +73,8 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
         raise ValueError(f"{folder} is stored for 8-bit integer products on CPUs, got device {str(place)!r}")
     format_on_gpu = options.pop("quantization", None) if on_gpu else None
     chosen = any(options.get(name) is not None for name in ("torch_dtype", "dtype", "quantization"))
-    if not chosen and not on_gpu and "quantization" not in options:
+    stays = not torch.cuda.is_available() if place is None else not on_gpu
+    if stays and not chosen and "quantization" not in options:
         options["quantization"] = default_quantization(folder)
     if place is not None and not chosen and options.get("quantization") is None:
         options["torch_dtype"] = default_dtype(folder, place)

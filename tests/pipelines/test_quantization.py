@@ -69,6 +69,9 @@ def test_weights_stored_in_8_bits_compute_in_8_bits_by_default(
     assert opened(other) is None
     for options in ({"quantization": None}, {"torch_dtype": torch.float32}, {"dtype": torch.bfloat16, "device": "cpu"}):
         assert opened(**options) is None, options
+    with monkeypatch.context() as patch:  # it may be moved to a GPU later
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        assert opened() is None and opened(device="cpu") == "int8"
     monkeypatch.setenv("VARGEN_KERNELS", "reference")  # compiled passes cannot run
     assert opened() is None and default_quantization(folder) is None
 

@@ -144,8 +144,8 @@ def validate_placement(network: nn.Module) -> None:
         if parameter.device.type not in ("cpu", "meta") or parameter.dtype not in (torch.int8, torch.float32):
             given = f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}"
             raise ValueError(
-                f"a network with quantization='int8' computes in float32 on a CPU, got {given} ({name}); for a GPU, open the "
-                "model without quantization"
+                f"a network with quantization='int8' computes in float32 on a CPU, got {given} ({name}); for another dtype or "
+                "a GPU, open the model with this dtype or device"
             )
 
 

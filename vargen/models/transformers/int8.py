@@ -178,10 +178,10 @@ class Int8Network:
         part.layers, part._weights = [self.layers[number] for number in layers], None
         return part
 
-    def allocate(self, rows: int, *, prefix: int, tokens: int, scratch: int) -> PromptCache:
+    def allocate(self, rows: int, *, prefix: int, tokens: int, scratch: int) -> Int8PromptCache:
         """Return a cache; arguments as of `Int8Cache`."""
         shape, options = (len(self.layers), rows, self.key_heads, self.head_dim), {"compiled": self.compiled}
-        return PromptCache(*shape, prefix=prefix, tokens=tokens, scratch=scratch, most_slots=self.positions, **options)
+        return Int8PromptCache(*shape, prefix=prefix, tokens=tokens, scratch=scratch, most_slots=self.positions, **options)
 
     def final_norm(self, states: Tensor) -> Tensor:
         """Final norm of residuals `[..., D]`."""
@@ -190,7 +190,7 @@ class Int8Network:
     def run(
         self,
         states: Tensor,
-        cache: PromptCache,
+        cache: Int8PromptCache,
         positions: Tensor,
         visible: Tensor | None,
         ancestors: Tensor | None,
@@ -246,14 +246,14 @@ class Int8Network:
             )
         return self._weights
 
-    def _buffers(self, cache: PromptCache, T: int) -> Any:
+    def _buffers(self, cache: Int8PromptCache, T: int) -> Any:
         if cache.buffers is None or cache.buffers.places.shape[2] != max(T, cache.scratch):
             shape, width = (cache.rows, max(T, cache.scratch)), max(self.width, self.heads * self.head_dim)
             cache.buffers = make_buffers(self._packed().layers, None, cache.arrays, shape, self.heads, width, self.hidden)
         return cache.buffers
 
     def _run_operators(
-        self, x: Tensor, cache: PromptCache, rotary: Tensor, visible: Tensor | None, ancestors: Tensor | None, place: int
+        self, x: Tensor, cache: Int8PromptCache, rotary: Tensor, visible: Tensor | None, ancestors: Tensor | None, place: int
     ) -> Tensor:
         T = x.shape[1]
         slots = place + cache.length.clamp(max=cache.tokens)[:, None] + torch.arange(T)
@@ -289,7 +289,7 @@ class Layer(NamedTuple):
     outer: list[Tensor]  # of their outputs, or none
 
 
-class PromptCache(Int8Cache):
+class Int8PromptCache(Int8Cache):
     """A cache that also has the number of prompt tokens of each row, `start`: int64 `[R]`."""
 
     def __init__(self, *shape: Any, **options: Any):
