@@ -56,8 +56,8 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
             language model; or a Hub id `"owner/name"`.
         device: such as `"cuda"`; `"auto"` selects a GPU if there is one; None: the CPU. The default dtype is its fastest.
         **options: passed to `from_pretrained` of the pipeline's class, such as `torch_dtype` or `quantization`. Without either,
-            a model on a CPU has `default_quantization`; where there is a GPU, which it may be moved to, with `device="cpu"` only.
-            `quantization=None` runs it in floating point.
+            a model on a CPU has `default_quantization`, but where there is a GPU, to which it may be moved, only with
+            `device="cpu"`. `quantization=None` runs it in floating point.
     """
     place = None if device is None else select_device(device)
     check_options(options, *list_families().values(), more=LANGUAGE_MODEL_OPTIONS)

@@ -15,6 +15,9 @@ import torch
 from vargen.kernels.int8.format import ENDED
 
 
+_MOST = 8  # cores; memory has no more bytes for further ones
+
+
 @lru_cache(maxsize=1)
 def _helpers(process: int, count: int) -> ThreadPoolExecutor:
     """Threads of a process, which a fork does not have."""
@@ -23,13 +26,13 @@ def _helpers(process: int, count: int) -> ThreadPoolExecutor:
 
 @contextmanager
 def share_products(compiled: Any, team: np.ndarray) -> Iterator[None]:
-    """Let as many threads as torch has compute the products of one compiled pass.
+    """Let as many threads as torch has, but at most 8, compute the products of one compiled pass.
 
     Args:
         compiled: the module of the pass.
         team: its `Buffers.team`, of which a thread runs one pass at a time.
     """
-    count = torch.get_num_threads() - 1 if len(team) > 1 else 0
+    count = min(torch.get_num_threads(), _MOST) - 1 if len(team) > 1 else 0
     number = int(team[ENDED]) + 1 if count else 0
     helpers = [_helpers(os.getpid(), count).submit(compiled.help_pass, team, number) for _ in range(count)]
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from int8_passes import compiled_code
+from int8_passes import Images, compiled_code, quantized_transformer
 from waiting import wait_until
 
 from vargen.kernels.int8 import cores, format
@@ -86,6 +86,16 @@ def test_passes_side_by_side_do_not_meet(compiled: Any, three_threads: None, mon
 
     with ThreadPoolExecutor(3) as pool:
         assert all(pool.map(run, pairs))
+
+
+def test_a_pass_has_the_bits_of_operators(compiled: Any, three_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(format, "_SHARED_WEIGHTS", 0)
+    model = quantized_transformer(n_layer=3, n_kv_head=2)
+    ours, expected = (Images(model, backend, [0, 1], [5, 3]) for backend in ("compiled", "operators"))
+    tokens = ours.tokens(5, 4)
+    for found, known in zip(ours.feed(tokens), expected.feed(tokens), strict=True):
+        assert torch.equal(found, known)
+    assert ours.cache.buffers.team[ENDED] > 0, "helpers were asked"
 
 
 def test_one_thread_asks_for_no_help(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
