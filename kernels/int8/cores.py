@@ -14,7 +14,6 @@ import torch
 
 from vargen.kernels.int8.format import ENDED
 
-
 _MOST = 8  # cores; memory has no more bytes for further ones
 
 
