@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vargen.kernels.int8.format import ENDED
+from vargen.kernels.int8.format import ENDED, MOST_PARTS
 
 _MOST = 8  # cores; memory has no more bytes for further ones
 
@@ -31,7 +31,7 @@ def share_products(compiled: Any, team: np.ndarray) -> Iterator[None]:
         compiled: the module of the pass.
         team: its `Buffers.team`, of which a thread runs one pass at a time.
     """
-    count = min(torch.get_num_threads(), _MOST) - 1 if len(team) > 1 else 0
+    count = min(torch.get_num_threads(), _MOST) - 1 if team[MOST_PARTS] > 1 else 0
     number = int(team[ENDED]) + 1 if count else 0
     helpers = [_helpers(os.getpid(), count).submit(compiled.help_pass, team, number) for _ in range(count)]
     try:

@@ -25,7 +25,9 @@ EXP_RANGE = 87.0
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 EXP_TERMS = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)  # of the Taylor series, highest power first
 PANEL = 64  # columns of a matrix are a multiple of it
-TEAM, ENDED = 40, 32  # integers that the cores of a pass share, and the place of the number of the last pass that has ended
+TEAM = 40  # integers that the cores of a pass share
+ENDED, MOST_PARTS = 32, 33  # places of two of them: the number of the last pass that has ended; parts of a product
+_PARTS = 16
 _SHARED_WEIGHTS = 2**24  # bytes, about what caches hold: smaller products end before another core has begun
 QUERIES = 4  # queries of a block: 16 vectors of sums fit the registers
 _EXACT = 2**24  # all integers up to it are float32 numbers
@@ -97,7 +99,7 @@ class Buffers(NamedTuple):
     """Inputs and outputs of the products of a pass; of attention, the queries, and what four of them need at a time."""
 
     pairs: Annotated[np.ndarray, "int16 [M, longest]"]  # inputs, where instructions multiply pairs; else [1, 1]
-    team: Annotated[np.ndarray, "int64 [S]"]  # see `vargen.kernels.int8.sharing`; [1] where a core computes alone
+    team: Annotated[np.ndarray, "int64 [S]"]  # see `vargen.kernels.int8.sharing`
     wide: Annotated[np.ndarray, "uint8 [M, D']"]  # inputs of all products but the last of a layer
     hidden: Annotated[np.ndarray, "uint8 [M, F']"]  # inputs of that one
     scale: Annotated[np.ndarray, "float32 [M]"]
@@ -132,7 +134,9 @@ def join_layers(matrices: Sequence[Sequence[Matrix]]) -> Layers:
 
 def make_team(weights: int) -> np.ndarray:
     """Return `Buffers.team` for products with this number of weights."""
-    return np.zeros(TEAM if weights > _SHARED_WEIGHTS else 1, np.int64)
+    team = np.zeros(TEAM, np.int64)
+    team[MOST_PARTS] = _PARTS if weights > _SHARED_WEIGHTS else 1
+    return team
 
 
 def make_buffers(

@@ -16,11 +16,10 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from vargen.kernels.int8.format import ENDED, PANEL
+from vargen.kernels.int8.format import ENDED, MOST_PARTS, PANEL
 from vargen.kernels.int8.steps import INNER, compiled, i64, multiply_columns, widen_rows
 
 _TICKET, _DONE, _GIVEN = 0, 8, 16  # places in the array: in cache lines of their own, as is `ENDED`
-_MOST_PARTS = 16
 _FIELD, _MASK = i64(16), i64(0xFFFF)
 _SPINS = 64  # before the time slice is given to others, which may be the core that this one waits for
 _I64 = ir.IntType(64)
@@ -73,15 +72,14 @@ def _take_parts(team):
         if part >= parts:
             return found
         if _exchange_place(base + 8 * _TICKET, ticket, ticket + 1):
-            found = True
-            rows, row_stride, address, matrix, start, steps, sums, N = (
-                team[_GIVEN], team[_GIVEN + 1], team[_GIVEN + 2], team[_GIVEN + 3], team[_GIVEN + 4], team[_GIVEN + 5],
-                team[_GIVEN + 6], team[_GIVEN + 7],
-            )  # fmt: skip
+            found, N = True, team[_GIVEN]
             width = -(-N // (PANEL * parts)) * PANEL
             first = part * width
             last = first + width if first + width < N else N
-            multiply_columns(first, last, address, row_stride, rows, matrix, start, steps, sums, N)
+            multiply_columns(
+                first, last, N, team[_GIVEN + 1], team[_GIVEN + 2], team[_GIVEN + 3], team[_GIVEN + 4], team[_GIVEN + 5],
+                team[_GIVEN + 6], team[_GIVEN + 7],
+            )  # fmt: skip
             _add_place(base + 8 * _DONE, 1)
 
 
@@ -93,19 +91,16 @@ def product(x, rows, matrix, start, steps, pairs, team, sums, N):
         matrix: address of the bytes of `vargen.kernels.int8.format.pack_matrix`.
         start: int32 `[N]`, initial sums, which undo what is added to the bytes.
         pairs: int16 `[M, >= 4 steps]`, overwritten where instructions multiply pairs of 16-bit integers.
-        team: `Buffers.team`; of length 1: this core alone.
+        team: `Buffers.team`.
     """
     address, row_stride = widen_rows(x, rows, steps, pairs)
-    first, out = i64(start.ctypes.data), i64(sums.ctypes.data)
-    if len(team) == 1:
-        multiply_columns(0, N, address, row_stride, rows, matrix, first, steps, out, N)
-        return
-    given = (i64(rows), i64(row_stride), address, matrix, first, i64(steps), out, i64(N))
+    base, panels, most = i64(team.ctypes.data), N // PANEL, team[MOST_PARTS]
+    parts = panels if panels < most else most
+    given = (
+        i64(N), i64(rows), address, row_stride, matrix, i64(start.ctypes.data), i64(steps), i64(sums.ctypes.data),
+    )  # fmt: skip
     for place in range(len(given)):
         team[_GIVEN + place] = given[place]
-    base = i64(team.ctypes.data)
-    panels = N // PANEL
-    parts = panels if panels < _MOST_PARTS else _MOST_PARTS
     _store_place(base + 8 * _DONE, 0)
     number = (_load_place(base + 8 * _TICKET) >> i64(32)) + 1
     _store_place(base + 8 * _TICKET, (number << i64(32)) | (parts << _FIELD))

@@ -178,7 +178,7 @@ _dot_0, _dot_1, _dot_2, _dot_3 = (
 _COLUMNS, _TOGETHER, _WIDENED, _ = LAYOUT
 
 
-@njit(**INNER)
+@njit(inline="always", **INNER)
 def widen_rows(x, rows, steps, pairs):
     """Return address and stride of byte rows `x [M, 4 steps]`, or of their 16-bit integers where instructions need pairs."""
     if not _WIDENED:
@@ -189,8 +189,8 @@ def widen_rows(x, rows, steps, pairs):
     return i64(pairs.ctypes.data), i64(pairs.strides[0])
 
 
-@njit(**INNER)
-def multiply_columns(first, last, address, row_stride, rows, matrix, start, steps, sums, N):
+@njit(inline="always", **INNER)
+def multiply_columns(first, last, N, rows, address, row_stride, matrix, start, steps, sums):
     """Columns from `first` to `last`, multiples of 64, of a product; see `vargen.kernels.int8.sharing.product`."""
     out_stride, count, stride = 4 * N, steps * (4 // _TOGETHER), _COLUMNS * _TOGETHER
     for n in range(first, last, _COLUMNS):

@@ -14,7 +14,7 @@ from int8_passes import Images, compiled_code, quantized_transformer
 from waiting import wait_until
 
 from vargen.kernels.int8 import cores, format
-from vargen.kernels.int8.format import ENDED, TEAM, make_team
+from vargen.kernels.int8.format import ENDED, MOST_PARTS, make_team
 from vargen.kernels.int8.load import LANGUAGE_PASS
 from vargen.models.transformers.int8 import Int8Product
 
@@ -38,7 +38,7 @@ def make_products(compiled: Any, monkeypatch: pytest.MonkeyPatch, N: int) -> tup
     alone = Int8Product(weight, bias, compiled)
     monkeypatch.setattr(format, "_SHARED_WEIGHTS", 0)
     shared = Int8Product(weight, bias, compiled)
-    assert (len(alone.team), len(shared.team)) == (1, TEAM)
+    assert alone.team[MOST_PARTS] == 1 < shared.team[MOST_PARTS]
     return alone, shared
 
 
@@ -101,6 +101,6 @@ def test_a_pass_has_the_bits_of_operators(compiled: Any, three_threads: None, mo
 def test_one_thread_asks_for_no_help(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(cores, "_helpers", None)
-    with cores.share_products(compiled, np.zeros(TEAM, np.int64)):
+    with cores.share_products(compiled, make_team(2**24 + 1)):
         pass
-    assert len(make_team(2**24)) == 1 and len(make_team(2**24 + 1)) == TEAM
+    assert [make_team(weights)[MOST_PARTS] > 1 for weights in (2**24, 2**24 + 1)] == [False, True]
