@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from vargen.kernels.int8.load import SCALE_PASS, CompiledCode
 from vargen.models.guidance import Condition
 from vargen.models.quantization import replace_linear_layers
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, read_weight  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512
 from vargen.models.var import int8
-from vargen.models.var.blocks import Modulation, ScaleCache, VARBlock, make_caption_mlp, modulate
+from vargen.models.var.blocks import Modulation, ScaleCache, VARBlock, make_caption_mlp, make_modulation, modulate
 
 # Official scale tables: sides of the scales, by the image size in pixels.
 SCALES = {256: SCALES_256, 512: SCALES_512, 1024: (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64)}
@@ -272,16 +272,8 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
 
     def modulation(self, vector_RD: Tensor) -> Modulation:
         """Compute the modulation from condition vectors; see `embed_condition`."""
-        if self.config.shared_aln:
-            offsets = torch.stack([read_weight(block, "ada_gss").view(1, 6, -1) for block in self.blocks])
-            blocks = self.shared_ada_lin(vector_RD).unflatten(-1, (6, -1)) + offsets
-        else:
-            blocks = torch.stack([block.ada_lin(vector_RD).unflatten(-1, (6, -1)) for block in self.blocks])
-        plain = blocks.new_zeros(6, 1, 1)
-        plain[2:4] = 1
-        blocks = blocks.permute(0, 2, 1, 3) + plain  # [depth, 6, R, D]
-        scale, shift = self.head_nm["ada_lin"](vector_RD).chunk(2, dim=-1)
-        return Modulation(blocks[:, :, :, None], torch.stack([scale + 1, shift])[:, :, None])
+        shared = self.shared_ada_lin if self.config.shared_aln else None
+        return make_modulation(vector_RD, self.blocks, self.head_nm, shared)
 
     def _attention_mask(self, first: int, last: int, fed_prefix: int, held_prefix: int, mask: Tensor | None) -> Tensor | None:
         """Return the attention bias, `[T, S]` or `[R, 1, T, S]`, or None if everything is visible.
