@@ -19,6 +19,7 @@ from torch import Tensor
 from vargen.decoding import DecodeStats
 from vargen.files import atomic_file, expand_user
 from vargen.image_metadata import png_file
+from vargen.models.tokenizers.bsq import BitQuantizer
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleQuantizer
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.pipelines.validation import OUTPUT_TYPES
@@ -256,12 +257,14 @@ class FixedTokens:
     """
 
     scales: list[Tensor]
-    quantizer: MultiScaleQuantizer
+    quantizer: MultiScaleQuantizer | BitQuantizer
     latent: Tensor
     kept_area: Tensor | None
 
     @classmethod
-    def build(cls, quantizer: MultiScaleQuantizer, latent: Tensor, mask: Tensor | None, num_scales: int) -> FixedTokens:
+    def build(
+        cls, quantizer: MultiScaleQuantizer | BitQuantizer, latent: Tensor, mask: Tensor | None, num_scales: int
+    ) -> FixedTokens:
         """Build it from the number of kept scales and a mask, bool `[B, 1, Y, X]`, True where regenerated."""
         area = None
         if mask is not None:
@@ -280,4 +283,4 @@ class FixedTokens:
         assert area is not None
         share = self.quantizer.downsample(area, scale)
         residual = self.quantizer.downsample((self.latent - canvas) * area, scale) / share.clamp(min=1e-6)
-        return self.quantizer.find_nearest(residual, scale).flatten(1), (share >= _HALF).flatten(1)
+        return self.quantizer.find_nearest(residual, scale).flatten(1), self.quantizer.spread(share >= _HALF, scale)
