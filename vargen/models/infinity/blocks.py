@@ -1,0 +1,197 @@
+"""Layers of Infinity, and its key/value cache.
+
+Attention projections, feed-forward, adaptive norms and the cache of scales are VAR's (`vargen.models.var.blocks`), rotation is
+LlamaGen's. Own are the rotary positions of a pass, attention to the text, and that the keys of the last scale are not kept.
+
+Shape suffixes: R rows (images; twice as many under guidance), P text rows, L image tokens of all scales, T tokens of one pass,
+S keys, D width, H heads, K head width, E width of the text features.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vargen.models.attention import attend
+from vargen.models.infinity.schedules import ScalePlan
+from vargen.models.llamagen.blocks import Rotary, rotate_
+from vargen.models.var.blocks import (
+    GELUMLP,
+    MOST_SHARPNESS,
+    LayerView,
+    ScaleCache,
+    VARAttention,
+    modulate,
+    to_unit,
+)
+
+_NORM_EPS = 1e-6
+
+
+class InfinityCache(ScaleCache):
+    """Keys and values of every layer: of the tokens of all scales but the last, and of the text, `[depth, R, H, P, K]`.
+
+    No pass reads the keys of the last scale, nearly half of all tokens, so they are not kept. Those of the text are computed
+    once per image.
+
+    Args:
+        shape: depth, R, heads and head width.
+        text: number of text rows P.
+
+    Attributes:
+        plan: scales of the images. rotary: their table, float32 `[L, K/2, 2]`. levels: scale of each token, int64 `[L]`.
+        prefix_mask: bool `[R, P]`, valid text rows.
+    """
+
+    def __init__(
+        self,
+        plan: ScalePlan,
+        shape: tuple[int, int, int, int],
+        *,
+        text: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ):
+        depth, rows, heads, head_dim = shape
+        place = device or torch.device("cpu")
+        super().__init__(*shape, prefix=0, tokens=plan.cached_tokens, dtype=dtype, device=place)
+        self.plan, self.rotary, self.levels = plan, plan.rotary(head_dim, device), plan.levels(device)
+        texts = (depth, rows, heads, text, head_dim)
+        self.text_k, self.text_v = (torch.zeros(texts, dtype=dtype, device=place) for _ in range(2))
+
+    def select_rows(self, chosen: slice) -> InfinityCache:
+        part = copy.copy(super().select_rows(chosen))
+        assert isinstance(part, InfinityCache)
+        part.text_k, part.text_v = self.text_k[:, chosen], self.text_v[:, chosen]
+        return part
+
+    def layer(self, layer: int, start: int) -> LayerView:
+        return UnkeptLayerView(self.k[layer], self.v[layer], start)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the keys and values."""
+        return sum(each.numel() * each.element_size() for each in (self.k, self.v, self.text_k, self.text_v))
+
+
+class UnkeptLayerView(LayerView):
+    """Keys and values of a layer with room for all scales but the last, whose own are added behind for its pass alone."""
+
+    def write(self, k_RHTK: Tensor, v_RHTK: Tensor) -> tuple[Tensor, Tensor]:
+        kept = min(k_RHTK.shape[2], self.k.shape[2] - self.start)
+        k, v = super().write(k_RHTK[:, :, :kept], v_RHTK[:, :, :kept])
+        if kept == k_RHTK.shape[2]:
+            return k, v
+        return torch.cat([k, k_RHTK[:, :, kept:]], dim=2), torch.cat([v, v_RHTK[:, :, kept:]], dim=2)
+
+
+class RotaryAttention(VARAttention):
+    """VAR's attention with unit queries and keys, which are rotated by their positions after that."""
+
+    def __init__(self, dim: int, n_head: int):
+        super().__init__(dim, n_head, l2_norm=True)
+
+    def keys(self, x_RTD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Return keys and values `[R, H, T, K]`."""
+        k, v = self.product(x_RTD, 1, 3).unbind(2)
+        k = to_unit(k)
+        rotate_(k, rotary)
+        return k.type_as(v).transpose(1, 2), v.transpose(1, 2)
+
+    def attend_to(self, x_RTD: Tensor, rotary: Rotary, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        """Return the attention `[R, T, D]` of tokens to keys and values `[R, H, S, K]`."""
+        sharpness = self.scale_mul_1H11.float().clamp_max(MOST_SHARPNESS).exp()
+        q = to_unit(self.product(x_RTD, 0, 1)[:, :, 0]) * sharpness.view(self.n_head, 1)
+        rotate_(q, rotary)
+        out = attend(q.type_as(v).transpose(1, 2), k, v, visible, scale=1.0)
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
+class TextAttention(nn.Module):
+    """Attention to the text, whose keys and values are computed once per image."""
+
+    def __init__(self, dim: int, n_head: int):
+        super().__init__()
+        self.n_head = n_head
+        self.mat_q = nn.Linear(dim, dim)
+        self.mat_kv = nn.Linear(dim, 2 * dim, bias=False)
+        self.v_bias = nn.Parameter(torch.zeros(dim))
+        self.proj = nn.Linear(dim, dim)
+
+    def keys(self, text_RPD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values `[R, H, P, K]`."""
+        k, v = self.mat_kv(text_RPD).chunk(2, dim=-1)
+        return tuple(part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in (k, v + self.v_bias))
+
+    def forward(self, x_RTD: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        q = self.mat_q(x_RTD).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+        return self.proj(attend(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+class TextPool(nn.Module):
+    """Pools text features to one vector by a learned query."""
+
+    def __init__(self, text_dim: int, dim: int):
+        super().__init__()
+        heads = max(1, text_dim // (128 if dim <= 4096 else 64))  # official rule
+        if dim % heads:
+            raise ValueError(f"dim must be divisible by the {heads} heads that pool caption_dim {text_dim}, got {dim}")
+        self.mat_q = nn.Parameter(torch.zeros(1, heads, dim // heads))
+        self.mat_kv = nn.Linear(text_dim, 2 * dim, bias=False)
+        self.v_bias = nn.Parameter(torch.zeros(dim))
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, text_RPE: Tensor, mask: Tensor | None) -> Tensor:
+        """Return `[R, D]`; mask bool `[R, 1, 1, P]`."""
+        heads = self.mat_q.shape[1]
+        k, v = self.mat_kv(text_RPE).chunk(2, dim=-1)
+        k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in (k, v + self.v_bias))
+        q = self.mat_q.to(k.dtype).expand(len(k), -1, -1)[:, :, None]
+        return self.proj(attend(q, k, v, mask).flatten(1))
+
+
+class InfinityBlock(nn.Module):
+    """Self-attention, attention to the text and feed-forward; the first and the last with adaptive norms and gains."""
+
+    def __init__(self, dim: int, n_head: int, hidden: int):
+        super().__init__()
+        self.sa = RotaryAttention(dim, n_head)
+        self.ca = TextAttention(dim, n_head)
+        self.ca_norm = nn.LayerNorm(dim, eps=_NORM_EPS)
+        self.ffn = GELUMLP(dim, hidden)
+        self.ada_gss = nn.Parameter(torch.zeros(1, 1, 6, dim))
+
+    def forward(
+        self,
+        x: Tensor,
+        modulation: Tensor,
+        cache: LayerView,
+        text: tuple[Tensor, Tensor, Tensor | None],
+        rotary: Rotary,
+        visible: Tensor | None = None,
+        tile: int | None = None,
+    ) -> Tensor:
+        """Run on `[R, T, D]`, float32, with modulation float32 `[6, R, 1, D]`.
+
+        Args:
+            text: keys and values of the text `[R, H, P, K]`, and which are valid, bool `[R, 1, 1, P]`.
+            visible: keys that each token attends to, bool `[T, S]`; None: all.
+            tile: number of tokens that are queries at a time, which bounds all temporaries but keys and values.
+        """
+        gain1, gain2, scale1, scale2, shift1, shift2 = modulation.unbind(0)
+        dtype = self.ada_gss.dtype
+        h = modulate(x, scale1, shift1).to(dtype)
+        k, v = cache.write(*self.sa.keys(h, rotary))
+        done = []
+        for first in range(0, x.shape[1], tile or x.shape[1]):
+            part = slice(first, first + (tile or x.shape[1]))
+            turned = rotary[part] if isinstance(rotary, Tensor) else (rotary[0][part], rotary[1][part])
+            attended = self.sa.attend_to(h[:, part], turned, k, v, None if visible is None else visible[part])
+            y = torch.addcmul(x[:, part], gain1, attended.float())
+            norm = F.layer_norm(y, y.shape[-1:], self.ca_norm.weight.float(), self.ca_norm.bias.float(), _NORM_EPS)
+            y = y + self.ca(norm.to(dtype), *text).float()
+            done.append(torch.addcmul(y, gain2, self.ffn(modulate(y, scale2, shift2).to(dtype)).float()))
+        return done[0] if len(done) == 1 else torch.cat(done, dim=1)
