@@ -100,7 +100,7 @@ def find_pipeline_class(name: Any) -> type[VisualPipeline]:
 
 def list_families() -> dict[str, ModelFamily]:
     """Return all families by the name of their pipeline class."""
-    for name in ("llamagen", "var", "causal_video"):
+    for name in ("llamagen", "var", "infinity", "causal_video"):
         importlib.import_module(f"vargen.pipelines.{name}")
     return FAMILIES
 

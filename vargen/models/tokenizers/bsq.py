@@ -12,7 +12,7 @@ a scale, C bits of a token: d, or 4 d with patchify.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from diffusers.configuration_utils import ConfigMixin, register_to_config
@@ -24,6 +24,12 @@ from vargen.models.tokenizers.blocks import VQDecoder, VQEncoder, VQParameterNam
 
 _NAMING = VQParameterNames("down", "up", "block", ("block_1", "", "block_2"), finest_first=True, attention=False)
 _PATCH = 2  # positions along a side of a token with patchify
+_STRIDE_8 = (1, 2, 4, 4)
+# Arguments of `BSQModel` for the published tokenizers of 2B and 8B, by the bits of a token.
+TOKENIZERS: dict[int, dict[str, Any]] = {
+    32: {},
+    56: {"bits": 14, "patchify": True, "encoder_ch_mult": _STRIDE_8, "decoder_ch_mult": _STRIDE_8},
+}
 
 
 @dataclass(frozen=True)
