@@ -81,8 +81,8 @@ class ScalePlan:
 
     def levels(self, device: torch.device | None = None) -> Tensor:
         """The scale of each token, int64 `[L]`."""
-        counts = [rows * columns for rows, columns in self.scales]
-        return torch.arange(len(counts), device=device).repeat_interleave(torch.tensor(counts, device=device))
+        counts = torch.tensor([rows * columns for rows, columns in self.scales], device=device)
+        return torch.arange(len(counts), device=device).repeat_interleave(counts, output_size=self.ends[-1])
 
     def positions(self) -> Tensor:
         """Row and column of each token in the final grid, float32 `[L, 2]`: rounded, ties to even, as officially."""
