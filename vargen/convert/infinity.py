@@ -39,6 +39,7 @@ DEFAULTS: dict[bool, dict[str, Any]] = {
 _BUFFERS = re.compile(
     r".*\.zero_k_bias|lvl_1L|attn_bias_for_masking|Infinity_(in)?visible_(kv|q)len|(quantizer?\.)+lfq\.mask"
 )  # which are computed, or not used to generate
+_PLACES = ("gpt_fsdp", "vae")  # where training programs keep weights
 _CHUNK = re.compile(r"block_chunks\.(\d+)\.module\.(\d+)\.(.*)")
 _WRAPPED = re.compile(r"(.*)\.(?:conv|norm)\.(weight|bias)")
 
@@ -75,8 +76,8 @@ def convert_infinity(
     transformer = _find_index(transformer)
     with atomic_folder(output) as folder:
         require_inputs(transformer=transformer, vae=vae, text_encoder=text_encoder, tokenizer=tokenizer)
-        network = rename_transformer(read_checkpoint(transformer, prefer="gpt_fsdp"))
-        codes = rename_tokenizer(read_checkpoint(vae, prefer="vae"))
+        network = rename_transformer(read_checkpoint(transformer, prefer=_PLACES))
+        codes = rename_tokenizer(read_checkpoint(vae, prefer=_PLACES))
         config, vae_config = detect_transformer(network, transformer), detect_tokenizer(codes, vae)
         bits, d = config["code_dim"], vae_config["bits"]
         vae_config["patchify"] = bits == 4 * d
@@ -128,7 +129,7 @@ def rename_tokenizer(state: State) -> State:
 
 def detect_transformer(state: State, file: Path) -> dict[str, Any]:
     """Infer the arguments of `InfinityTransformer`, but for the number of scales, from a renamed state dict."""
-    shape = partial(require_shape, state, file, "Infinity transformer")
+    shape = partial(require_shape, state, file, "transformer of Infinity")
     rows, width = shape("cfg_uncond")
     return {
         "depth": count_modules(state, "blocks."),
@@ -142,7 +143,7 @@ def detect_transformer(state: State, file: Path) -> dict[str, Any]:
 
 def detect_tokenizer(state: State, file: Path) -> dict[str, Any]:
     """Infer the arguments of `BSQModel`, but for `patchify`, from a renamed state dict."""
-    shape = partial(require_shape, state, file, "Infinity image tokenizer", dims=4)
+    shape = partial(require_shape, state, file, "tokenizer of Infinity", dims=4)
     ch = shape("encoder.conv_in.weight")[0]
 
     def width_multipliers(levels: str) -> list[int]:
