@@ -71,11 +71,6 @@ class InfinityCache(ScaleCache):
     def layer(self, layer: int, start: int) -> LayerView:
         return UnkeptLayerView(self.k[layer], self.v[layer], start)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the keys and values."""
-        return sum(each.numel() * each.element_size() for each in (self.k, self.v, self.text_k, self.text_v))
-
 
 class UnkeptLayerView(LayerView):
     """Keys and values of a layer with room for all scales but the last, whose own are added behind for its pass alone."""

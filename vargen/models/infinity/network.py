@@ -99,7 +99,7 @@ class InfinityTransformer(QuantizedStorageMixin, ConfigMixin):
         if not 1 <= num_scales <= MOST_SCALES:
             raise ValueError(f"num_scales must be from 1 to {MOST_SCALES}, got {num_scales}")
         self.n_head, self.head_dim = n_head, dim // n_head
-        hidden = max(1, round(4 * dim / 256)) * 256  # official rule
+        hidden = feed_forward_width(dim)
         self.cfg_uncond = nn.Parameter(torch.zeros(caption_rows, caption_dim))
         self.pos_start = nn.Parameter(torch.zeros(1, 1, dim))
         self.text_norm = nn.Module()
@@ -212,9 +212,14 @@ class InfinityTransformer(QuantizedStorageMixin, ConfigMixin):
         return pooled, self.text_proj_for_ca(text)
 
 
+def feed_forward_width(dim: int) -> int:
+    """Return the width of the feed-forward: 4 `dim`, rounded to a multiple of 256, halves to an even one, as officially."""
+    return max(1, round(4 * dim / 256)) * 256
+
+
 def parameter_count(depth: int, dim: int, n_head: int, code_dim: int, caption_dim: int = 2048, caption_rows: int = 512) -> int:
     """Return the number of parameters of a size, by formula."""
-    hidden = max(1, round(4 * dim / 256)) * 256
+    hidden = feed_forward_width(dim)
     block = 8 * dim * dim + 2 * dim * hidden + hidden + 15 * dim + n_head
     text = (caption_rows + 1) * caption_dim + 3 * caption_dim * dim + 2 * dim * dim + 5 * dim
     return depth * block + text + (_LEVELS + 1) * dim + (code_dim + 1) * dim + 8 * (dim * dim + dim) + 2 * code_dim * (dim + 1)
