@@ -42,7 +42,8 @@ class InfinityCache(ScaleCache):
         text: number of text rows P.
 
     Attributes:
-        plan: scales of the images. rotary: their table, float32 `[L, K/2, 2]`. levels: scale of each token, int64 `[L]`.
+        ends: number of tokens before each scale, and of all.
+        rotary: float32 `[L, K/2, 2]`. levels: scale of each token, int64 `[L]`.
         prefix_mask: bool `[R, P]`, valid text rows.
     """
 
@@ -58,7 +59,7 @@ class InfinityCache(ScaleCache):
         depth, rows, heads, head_dim = shape
         place = device or torch.device("cpu")
         super().__init__(*shape, prefix=0, tokens=plan.cached_tokens, dtype=dtype, device=place)
-        self.plan, self.rotary, self.levels = plan, plan.rotary(head_dim, device), plan.levels(device)
+        self.ends, self.rotary, self.levels = (0, *plan.ends), plan.rotary(head_dim, device), plan.levels(device)
         texts = (depth, rows, heads, text, head_dim)
         self.text_k, self.text_v = (torch.zeros(texts, dtype=dtype, device=place) for _ in range(2))
 
@@ -180,9 +181,10 @@ class InfinityBlock(nn.Module):
         dtype = self.ada_gss.dtype
         h = modulate(x, scale1, shift1).to(dtype)
         k, v = cache.write(*self.sa.keys(h, rotary))
-        done = []
-        for first in range(0, x.shape[1], tile or x.shape[1]):
-            part = slice(first, first + (tile or x.shape[1]))
+        done, tiles = [], [slice(None)]
+        if tile is not None:
+            tiles = [slice(first, first + tile) for first in range(0, x.shape[1], tile)]
+        for part in tiles:
             turned = rotary[part] if isinstance(rotary, Tensor) else (rotary[0][part], rotary[1][part])
             attended = self.sa.attend_to(h[:, part], turned, k, v, None if visible is None else visible[part])
             y = torch.addcmul(x[:, part], gain1, attended.float())

@@ -159,13 +159,8 @@ class InfinityTransformer(QuantizedStorageMixin, ConfigMixin):
             Logits float32 `[R, T, 2 C]`, of the values 0 and 1 of each bit, and the input of the head `[R, T, D]`; R/2 rows
             under guidance.
         """
-        first, ends = cache.scale, (0, *cache.plan.ends)
-        if (condition is None) != (first > 0) or (inputs is None and first > 0):
-            raise ValueError("pass a condition with an empty cache, or inputs with a cache that holds scales")
-        end = ends[first] + (0 if inputs is None else inputs.shape[1]) + (ends[1] if condition is not None else 0)
-        if end not in ends[1:]:
-            raise ValueError(f"inputs must hold whole scales, ending at {', '.join(map(str, ends[1:]))} tokens, got {end}")
-        last, parts = ends.index(end) - 1, []
+        first, last, ends = cache.scale, self._last_scale_of(inputs, condition, cache), cache.ends
+        end, parts = ends[last + 1], []
         if condition is not None:
             parts = [self._start(condition, cache)]
         if inputs is not None:
@@ -174,7 +169,7 @@ class InfinityTransformer(QuantizedStorageMixin, ConfigMixin):
         place = slice(ends[first], end)
         x = torch.cat(parts, dim=1) + self.lvl_embed(cache.levels[place]).float()
         visible = None if first == last else cache.levels[place, None] >= cache.levels[None, :end]
-        rotary = rotary_factors(cache.rotary[place])
+        rotary = rotary_factors(cache.rotary[place], compiled=self.blocks[0]._compiled_call_impl is not None)
         mask = None if cache.prefix_mask is None else cache.prefix_mask[:, None, None]
         for i, block in enumerate(self.blocks):
             text = cache.text_k[i], cache.text_v[i], mask
@@ -188,6 +183,18 @@ class InfinityTransformer(QuantizedStorageMixin, ConfigMixin):
             features = guidance.apply(features) if guidance.at_logits else features.chunk(2)[0]
         features = features.to(self.ada_dtype)
         return VAROutput(self.head(features).float(), features)
+
+    def _last_scale_of(self, inputs: Tensor | None, condition: Condition | None, cache: InfinityCache) -> int:
+        """Check the arguments of a pass, and return the last scale that it feeds."""
+        misplaced = condition is None if cache.scale == 0 else condition is not None
+        if misplaced or (inputs is None and condition is None):
+            raise ValueError("pass a condition with an empty cache, or inputs with a cache that holds scales")
+        fed = (0 if inputs is None else inputs.shape[1]) + (cache.ends[1] if condition is not None else 0)
+        end = cache.ends[cache.scale] + fed
+        for scale, known in enumerate(cache.ends[1:]):  # comparisons, as torch.compile finds no symbolic size in a list
+            if end == known:
+                return scale
+        raise ValueError(f"inputs must hold whole scales, ending at {', '.join(map(str, cache.ends[1:]))} tokens, got {end}")
 
     def _start(self, condition: Condition, cache: InfinityCache) -> Tensor:
         """Fill what a cache has of the text, and return the input of scale 0, float32 `[R, 1, D]`."""
