@@ -74,7 +74,7 @@ class VisualPipeline(StoredPipeline):
     text_encoder: Any = None
     tokenizer: Any = None
     fps: int | None = None
-    image_size: int | tuple[int, int] | None = None
+    image_size: Any = None
     makes_images: bool = True
 
     def _init_calls(self) -> None:

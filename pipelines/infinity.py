@@ -84,12 +84,12 @@ class InfinityPipeline(VARPipeline):
         return rows * self.vqvae.stride, columns * self.vqvae.stride
 
     @property
-    def image_size(self) -> int | tuple[int, int]:  # type: ignore[override]
+    def image_size(self) -> int | tuple[int, int]:
         height, width = self.pixel_size
         return height if height == width else (height, width)
 
     @property
-    def codebook(self) -> Tensor:  # type: ignore[override]
+    def codebook(self) -> Tensor:
         """The two values of a bit, `[2, 1]`."""
         return torch.tensor([[-1.0], [1.0]])
 
@@ -107,7 +107,7 @@ class InfinityPipeline(VARPipeline):
             logger.warning("height and width: images are %s pixels, the official size nearest to %sx%s", taken, width, height)
         return changed
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self,
         prompt: str | list[str] | None = None,
         *,
@@ -156,7 +156,7 @@ class InfinityPipeline(VARPipeline):
         _, sampling = super().resolve_sampling(guidance_interval, **{**asked, "guidance_scale": guidance.scale})
         return guidance, sampling
 
-    def encode_condition(self, *prompts: Any, **given: Any) -> tuple[Condition, int]:  # type: ignore[override]
+    def encode_condition(self, *prompts: Any, **given: Any) -> tuple[Condition, int]:
         """As in all pipelines; a text has at least one valid row."""
         condition, count = super().encode_condition(*prompts, **given)
         for name, each in (("prompt_mask", condition), ("negative_prompt_mask", condition.negative)):
@@ -164,7 +164,7 @@ class InfinityPipeline(VARPipeline):
                 raise ValueError(f"{name} must have a valid row for each prompt, got one without any")
         return condition, count
 
-    def decoding_model(self, guidance: Guidance | float = 1.0) -> InfinityScaleModel:  # type: ignore[override]
+    def decoding_model(self, guidance: Guidance | float = 1.0) -> InfinityScaleModel:
         """Return the adapter of the transformer and its draft model for `vargen.decoding.decode_scales`.
 
         The draft model is guided at its logits.

@@ -141,8 +141,18 @@ class InfinityScaleModel(VARScaleModel):
         guided = None
         if strength is not None:
             earlier = self._guidance_ramp[self._ends[cache.scale] : self._ends[scale]]
-            guided = PassGuidance(torch.cat([earlier, strength]), self._guided_blocks, 0 in self.guidance.layers)
+            guided = self._guide(torch.cat([earlier, strength]))
         out = self.transformer(rows, first, cache=cache, logits_of=1, guidance=guided, tile=self.tile)
         logits = out.logits.unflatten(-1, (-1, 2)).flatten(1, 2)
         temperatures = self.guidance.temperatures
         return logits if temperatures is None else logits / temperatures[scale]
+
+    def _guide(self, strength: Tensor) -> PassGuidance:
+        return PassGuidance(strength, self._guided_blocks, 0 in self.guidance.layers)
+
+    def forward_all(self, inputs: Tensor, condition: Condition) -> Tensor:
+        """See `VARScaleModel`; for each bit, and without temperatures."""
+        cache = self.transformer.new_cache(self.plan, len(inputs), condition.require("text").shape[1], self.device)
+        guided = self._guide(self._guidance_ramp) if self.guidance.rows_per_image == 2 else None
+        logits = self.transformer(inputs, condition, cache=cache, guidance=guided).logits
+        return logits.unflatten(-1, (-1, 2)).flatten(1, 2)

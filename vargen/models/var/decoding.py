@@ -131,6 +131,11 @@ class VARScaleModel(ScaleModel):
         out = self.transformer(rows, condition=first, cache=cache, logits_of=1, guidance=strength)
         return out.logits[..., : self.scale_codes[scale]]
 
+    def forward_all(self, inputs: Tensor, condition: Condition) -> Tensor:
+        """Run one block-causal pass over all scales, whose inputs `[R, L, E]` are known; guided logits `[B, L, V]`."""
+        strength = self._guidance_ramp if self.guidance.rows_per_image == 2 else None
+        return self.transformer(inputs, condition, guidance=strength).logits
+
     def set_cached(self, state: VARState, scales: int) -> None:
         for cache in (state.cache, state.conditional):
             if cache is not None:
