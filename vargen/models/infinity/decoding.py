@@ -21,7 +21,7 @@ from vargen.models.infinity.schedules import ScalePlan
 from vargen.models.storage import validate_offloading
 from vargen.models.tokenizers.bsq import BitQuantizer
 from vargen.models.var.decoding import VARScaleModel, VARState
-from vargen.values import OPTIONS, short_repr
+from vargen.values import OPTIONS, parse_int, short_repr
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,9 @@ class BitGuidance(Guidance):
         scales, temperatures = lists["guidance_scale"], lists["temperature"]
         if temperatures is not None and 0 in temperatures:
             raise ValueError(f"temperature must be above 0 where it is a list, got {short_repr(temperature)}")
-        found = [0] if layers is None else layers
-        allowed = [*range(1 - depth, 1)]
-        if (
-            not isinstance(found, list | tuple)
-            or not found
-            or any(type(each) is not int or each not in allowed for each in found)
-        ):
-            raise ValueError(f"cfg_insertion_layer must be a list of numbers from {allowed[0]} to 0, got {short_repr(layers)}")
+        found, least = [0] if layers is None else layers, 1 - depth
+        if not isinstance(found, list | tuple) or not found or any(parse_int(each, least, 0) is None for each in found):
+            raise ValueError(f"cfg_insertion_layer must be a list of numbers from {least} to 0, got {short_repr(layers)}")
         scale = guidance_scale if scales is None else next((each for each in scales if each != 1), 1.0)
         return cls(scale, scales=scales, temperatures=temperatures, layers=tuple(found))
 

@@ -117,11 +117,6 @@ class InfinityTransformer(QuantizedStorageMixin, ConfigMixin):
                 nn.init.normal_(parameter, std=0.02)
         nn.init.zeros_(self.head.weight)
 
-    @property
-    def ada_dtype(self) -> torch.dtype:
-        """Dtype of products."""
-        return self.word_embed.weight.dtype
-
     def null_condition(self, condition: Condition) -> Condition:
         """Return the unconditional text for guidance: for each row as many learned rows as its own text has."""
         given = condition.require("text")
@@ -134,7 +129,7 @@ class InfinityTransformer(QuantizedStorageMixin, ConfigMixin):
     def new_cache(self, plan: ScalePlan, rows: int, text: int, device: torch.device | None = None) -> InfinityCache:
         """Create a cache for images of these scales, with `rows` rows of at most `text` text rows each."""
         shape = len(self.blocks), rows, self.n_head, self.head_dim
-        return InfinityCache(plan, shape, text=text, dtype=self.ada_dtype, device=device or self.device)
+        return InfinityCache(plan, shape, text=text, dtype=self.dtype, device=device or self.device)
 
     def forward(
         self,
@@ -164,7 +159,7 @@ class InfinityTransformer(QuantizedStorageMixin, ConfigMixin):
         if condition is not None:
             parts = [self._start(condition, cache)]
         if inputs is not None:
-            parts.append(self.word_embed(inputs.to(self.ada_dtype)).float())
+            parts.append(self.word_embed(inputs.to(self.dtype)).float())
         assert cache.modulation is not None
         place = slice(ends[first], end)
         x = torch.cat(parts, dim=1) + self.lvl_embed(cache.levels[place]).float()
@@ -172,8 +167,8 @@ class InfinityTransformer(QuantizedStorageMixin, ConfigMixin):
         rotary = rotary_factors(cache.rotary[place], compiled=self.blocks[0]._compiled_call_impl is not None)
         mask = None if cache.prefix_mask is None else cache.prefix_mask[:, None, None]
         for i, block in enumerate(self.blocks):
-            text = cache.text_k[i], cache.text_v[i], mask
-            x = block(x, cache.modulation.blocks[i], cache.layer(i, ends[first]), text, rotary, visible, tile)
+            text = cache.text_k[i], cache.text_v[i]
+            x = block(x, cache.modulation.blocks[i], cache.layer(i, ends[first]), text, mask, rotary, visible, tile)
             if guidance is not None and i in guidance.blocks:
                 x = torch.where(guidance.strength[:, None] == 0, x, guidance.apply(x).repeat(2, 1, 1))
         cache.scale = last + 1
@@ -181,7 +176,7 @@ class InfinityTransformer(QuantizedStorageMixin, ConfigMixin):
         features = modulate(x[:, ends[wanted] - ends[first] :], *cache.modulation.head.unbind(0))
         if guidance is not None:
             features = guidance.apply(features) if guidance.at_logits else features.chunk(2)[0]
-        features = features.to(self.ada_dtype)
+        features = features.to(self.dtype)
         return VAROutput(self.head(features).float(), features)
 
     def _last_scale_of(self, inputs: Tensor | None, condition: Condition | None, cache: InfinityCache) -> int:
@@ -205,16 +200,15 @@ class InfinityTransformer(QuantizedStorageMixin, ConfigMixin):
         modulation = make_modulation(pooled, self.blocks, self.head_nm, self.shared_ada_lin)
         cache.keep(Modulation(modulation.blocks.float(), modulation.head.float()), None if mask is None else mask.bool())
         for i, block in enumerate(self.blocks):
-            k, v = block.ca.keys(text)
-            cache.text_k[i].copy_(k)
-            cache.text_v[i].copy_(v)
+            for held, found in zip((cache.text_k[i], cache.text_v[i]), block.ca(text), strict=True):
+                held.copy_(found)
         return (pooled[:, None] + self.pos_start).float()
 
     def embed_text(self, text_RPE: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the condition vector `[R, D]` and what blocks attend to, `[R, P, D]`; mask bool `[R, P]`."""
         text = text_RPE.float()
         scale = torch.rsqrt(text.square().mean(-1, keepdim=True) + _NORM_EPS)
-        text = (text * scale * read_weight(self.text_norm).float()).to(self.ada_dtype)
+        text = (text * scale * read_weight(self.text_norm).float()).to(self.dtype)
         pooled = self.text_proj_for_sos["ca"](text, None if mask is None else mask.bool()[:, None, None])
         return pooled, self.text_proj_for_ca(text)
 
