@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from vargen.convert.infinity import DEFAULTS, convert_infinity
 from vargen.decoding import Sampling
@@ -54,6 +53,7 @@ class InfinityPipeline(VARPipeline):
     recorded_arguments: ClassVar[tuple[str, ...]] = ("height", "width", "cfg_insertion_layer")
     usual_sampling: ClassVar[dict[str, Any]] = {**DEFAULTS[True], "top_k": None}
     vocab_size: Any = _VOCAB
+    codebook: Any = torch.tensor([[-1.0], [1.0]])
 
     _plan: ScalePlan | None = None
     _tile: int | None = None
@@ -74,10 +74,6 @@ class InfinityPipeline(VARPipeline):
         return sum(self._quantizer().scale_tokens)
 
     @property
-    def num_baseline_passes(self) -> int:
-        return len(self.plan.scales)
-
-    @property
     def pixel_size(self) -> tuple[int, int]:
         """Height and width of the images in pixels."""
         rows, columns = self.grid
@@ -87,11 +83,6 @@ class InfinityPipeline(VARPipeline):
     def image_size(self) -> int | tuple[int, int]:
         height, width = self.pixel_size
         return height if height == width else (height, width)
-
-    @property
-    def codebook(self) -> Tensor:
-        """The two values of a bit, `[2, 1]`."""
-        return torch.tensor([[-1.0], [1.0]])
 
     def at_size(self, height: Any = None, width: Any = None, pn: Any = None) -> InfinityPipeline:
         """Return a pipeline for images of another size, with the same components; see `__call__`.

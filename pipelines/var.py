@@ -62,7 +62,7 @@ class VARPipeline(ImagePipeline):
 
     @property
     def num_baseline_passes(self) -> int:
-        return len(self.transformer.scales)
+        return len(self.grids)
 
     def decoding_model(self, guidance: Guidance | float = 1.0) -> VARScaleModel:
         """Return the adapter of the transformer and its draft model for `vargen.decoding.decode_scales`."""

@@ -90,17 +90,20 @@ class RotaryAttention(VARAttention):
     Both steps are calls of the module, because hooks that offload its weights load them for calls.
     """
 
-    def forward(self, x_RTD: Tensor, rotary: Rotary, keys: Any = None, visible: Tensor | None = None) -> Any:
+    def forward(  # type: ignore[override]
+        self, x_RTD: Tensor, rotary: Rotary, keys: Any = None, visible: Tensor | None = None
+    ) -> Any:
         """Return keys and values `[R, H, T, K]` of tokens; or, given those to attend to, the attention `[R, T, D]`."""
         if keys is None:
             k, v = self.product(x_RTD, 1, 3).unbind(2)
             k = to_unit(k)
             rotate_(k, rotary)
             return k.type_as(v).transpose(1, 2), v.transpose(1, 2)
+        k, v = keys
         sharpness = self.scale_mul_1H11.float().clamp_max(MOST_SHARPNESS).exp()
         q = to_unit(self.product(x_RTD, 0, 1)[:, :, 0]) * sharpness.view(self.n_head, 1)
         rotate_(q, rotary)
-        out = attend(q.type_as(keys[0]).transpose(1, 2), *keys, visible, scale=1.0)
+        out = attend(q.type_as(v).transpose(1, 2), k, v, visible, scale=1.0)
         return self.proj(out.transpose(1, 2).flatten(2))
 
 
@@ -185,7 +188,7 @@ class InfinityBlock(nn.Module):
         dtype = self.ada_gss.dtype
         h = modulate(x, scale1, shift1).to(dtype)
         keys = cache.write(*self.sa(h, rotary))
-        ca_norm = [read_weight(self.ca_norm, name).float() for name in ("weight", "bias")]
+        weight, bias = (read_weight(self.ca_norm, name).float() for name in ("weight", "bias"))
         done, tiles = [], [slice(None)]
         if tile is not None:
             tiles = [slice(first, first + tile) for first in range(0, x.shape[1], tile)]
@@ -193,7 +196,7 @@ class InfinityBlock(nn.Module):
             turned = rotary[part] if isinstance(rotary, Tensor) else (rotary[0][part], rotary[1][part])
             attended = self.sa(h[:, part], turned, keys, None if visible is None else visible[part])
             y = torch.addcmul(x[:, part], gain1, attended.float())
-            normed = F.layer_norm(y, y.shape[-1:], *ca_norm, eps=_NORM_EPS)
+            normed = F.layer_norm(y, y.shape[-1:], weight, bias, _NORM_EPS)
             y = y + self.ca(normed.to(dtype), text, mask).float()
             done.append(torch.addcmul(y, gain2, self.ffn(modulate(y, scale2, shift2).to(dtype)).float()))
         return done[0] if len(done) == 1 else torch.cat(done, dim=1)
