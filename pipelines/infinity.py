@@ -181,10 +181,6 @@ def _validate_bits(configs: Mapping[str, Any]) -> None:
         raise ValueError(f"transformer and vqvae do not belong together: {found}")
 
 
-def _validate_defaults(defaults: Any, transformer: Mapping[str, Any]) -> None:
-    validate_sampling_defaults(defaults, {"vocab_size": _VOCAB})
-
-
 INFINITY = register_family(
     ModelFamily(
         name="infinity",
@@ -198,7 +194,7 @@ INFINITY = register_family(
             ),
         },
         check_compatible=_validate_bits,
-        check_defaults=_validate_defaults,
+        check_defaults=lambda defaults, _: validate_sampling_defaults(defaults, {"vocab_size": _VOCAB}),
         convert=convert_infinity,
         official_sizes={name: {"transformer": size, "vqvae": TOKENIZERS[size["code_dim"]]} for name, size in SIZES.items()},
     )

@@ -60,7 +60,7 @@ def test_official_sizes_at_a_megapixel(name: str, gigabytes: tuple[float, float]
         cache = model.new_cache(plan, 2, rows, torch.device("meta"))
         condition = Condition(None, torch.zeros(2, rows, 2048), torch.ones(2, rows, dtype=torch.bool))
         inputs = torch.zeros(2, 4096, model.config.code_dim)
-    need, layers = predict_memory(SIZES[name], plan, text_rows=rows, tile=tile), SIZES[name]["depth"] / 2
+    need, layers = predict_memory(SIZES[name], plan, text=rows, tile=tile), SIZES[name]["depth"] / 2
     assert need.weights == sum(each.nbytes for each in weights.values())
     assert need.keys == layers * (cache.k.nbytes + cache.v.nbytes)
     assert need.text == layers * (cache.text_k.nbytes + cache.text_v.nbytes)
@@ -73,12 +73,11 @@ def test_official_sizes_at_a_megapixel(name: str, gigabytes: tuple[float, float]
     assert 0.5 * need.largest_pass < live.most <= need.largest_pass, (live.most / 1e9, need.largest_pass / 1e9)
 
 
-def test_guidance_images_and_dtype_count() -> None:
+def test_rows_dtype_and_tiles_count() -> None:
     size, plan = SIZES["infinity-2b"], ScalePlan.official(10)
     one = predict_memory(size, plan)
-    assert predict_memory(size, plan, guided=False).keys * 2 == one.keys
-    assert predict_memory(size, plan, guided_last=False).largest_pass * 2 == one.largest_pass
-    assert predict_memory(size, plan, images=3).text == 3 * one.text
+    assert predict_memory(size, plan, rows=1).keys * 2 == one.keys
+    assert predict_memory(size, plan, last_rows=1).largest_pass * 2 == one.largest_pass
+    assert predict_memory(size, plan, rows=6, text=100).text * 512 == 3 * one.text * 100
     assert predict_memory(size, plan, dtype=torch.float32).weights == 2 * one.weights
     assert predict_memory(size, plan, tile=64).largest_pass < one.largest_pass / 2
-    assert one.total == one.weights + one.keys + one.text + one.largest_pass

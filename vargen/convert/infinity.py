@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vargen.convert.llamagen import read_text_encoder
 from vargen.convert.state_dicts import (
@@ -101,7 +100,7 @@ def _find_index(transformer: Path) -> Path:
 
 
 def rename_transformer(state: State) -> State:
-    """Return the tensors of a transformer under the names here, without buffers."""
+    """Return the tensors of a transformer under the names here, without buffers, and scales of heads as `[1, H, 1, 1]`."""
     kept = {name: value for name, value in state.items() if not _BUFFERS.fullmatch(name)}
     chunked = [match for name in kept if (match := _CHUNK.fullmatch(name))]
     blocks = sorted({(int(match[1]), int(match[2])) for match in chunked})
@@ -110,13 +109,9 @@ def rename_transformer(state: State) -> State:
     for name, value in kept.items():
         if match := _CHUNK.fullmatch(name):
             name = f"blocks.{place[int(match[1]), int(match[2])]}.{match[3]}"
-        found[name] = _order_heads(value) if name.endswith(".scale_mul_1H11") else value
+        is_swapped = name.endswith(".scale_mul_1H11") and value.dim() == 4  # as [1, 1, H, 1], of another attention
+        found[name] = value.reshape(1, -1, 1, 1) if is_swapped else value
     return found
-
-
-def _order_heads(value: Tensor) -> Tensor:
-    """Return the scales of heads as `[1, H, 1, 1]`; models trained with another attention have `[1, 1, H, 1]`."""
-    return value.reshape(1, -1, 1, 1) if value.dim() == 4 else value
 
 
 def rename_tokenizer(state: State) -> State:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vargen.models.attention import attend
 from vargen.models.infinity.schedules import ScalePlan
-from vargen.models.llamagen.blocks import Rotary, rotate_
+from vargen.models.llamagen.blocks import Rotary, build_rotary, rotate_
 from vargen.models.storage import read_weight
 from vargen.models.var.blocks import (
     GELUMLP,
@@ -59,7 +59,8 @@ class InfinityCache(ScaleCache):
         device: torch.device,
     ):
         super().__init__(*shape, prefix=0, tokens=plan.cached_tokens, dtype=dtype, device=device)
-        self.ends, self.rotary, self.levels = (0, *plan.ends), plan.rotary(shape[-1], device), plan.levels(device)
+        self.ends, self.levels = (0, *plan.ends), plan.levels(device)
+        self.rotary = build_rotary(plan.positions(), shape[-1]).to(device)
         texts = (*shape[:3], text, shape[3])
         self.text_k, self.text_v = (torch.zeros(texts, dtype=dtype, device=device) for _ in range(2))
 

@@ -100,7 +100,7 @@ class InfinityScaleModel(VARScaleModel):
         asked = to_guidance(guidance)
         self.guidance = asked if isinstance(asked, BitGuidance) else BitGuidance(asked.scale, negative=asked.negative)
         self.draft_model, self.device = draft_model, device or transformer.device
-        self.scale_tokens, self.scale_codes, self.vocab = quantizer.scale_tokens, quantizer.scale_codes, 2
+        self.scale_tokens, self.scale_codes, self.vocab = quantizer.scale_tokens, (2,) * len(plan.scales), 2
         settings = self.guidance.scales, self.guidance.temperatures, self.guidance.layers, plan, tile
         self.cost_key = cost_key(transformer, f"{self.guidance.rows_per_image} rows an image", str(settings))
         self._ends = (0, *plan.ends)

@@ -24,7 +24,7 @@ from vargen.models.infinity.schedules import MOST_SCALES, ScalePlan
 from vargen.models.llamagen.blocks import rotary_factors
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin, read_weight  # noqa: F401
 from vargen.models.var.blocks import Modulation, make_caption_mlp, make_modulation, modulate
-from vargen.models.var.network import VAROutput
+from vargen.models.var.network import VAROutput, find_last_scale
 
 _NORM_EPS = 1e-6
 _LEVELS = 15  # rows of the table of levels, more than there are scales
@@ -154,10 +154,9 @@ class InfinityTransformer(QuantizedStorageMixin, ConfigMixin):
             Logits float32 `[R, T, 2 C]`, of the values 0 and 1 of each bit, and the input of the head `[R, T, D]`; R/2 rows
             under guidance.
         """
-        first, last, ends = cache.scale, self._last_scale_of(inputs, condition, cache), cache.ends
-        end, parts = ends[last + 1], []
-        if condition is not None:
-            parts = [self._start(condition, cache)]
+        first, ends = cache.scale, cache.ends
+        last = find_last_scale(ends[1:], first, inputs, condition)
+        end, parts = ends[last + 1], [] if condition is None else [self._start(condition, cache)]
         if inputs is not None:
             parts.append(self.word_embed(inputs.to(self.dtype)).float())
         assert cache.modulation is not None
@@ -178,18 +177,6 @@ class InfinityTransformer(QuantizedStorageMixin, ConfigMixin):
             features = guidance.apply(features) if guidance.at_logits else features.chunk(2)[0]
         features = features.to(self.dtype)
         return VAROutput(self.head(features).float(), features)
-
-    def _last_scale_of(self, inputs: Tensor | None, condition: Condition | None, cache: InfinityCache) -> int:
-        """Check the arguments of a pass, and return the last scale that it feeds."""
-        misplaced = condition is None if cache.scale == 0 else condition is not None
-        if misplaced or (inputs is None and condition is None):
-            raise ValueError("pass a condition with an empty cache, or inputs with a cache that holds scales")
-        fed = (0 if inputs is None else inputs.shape[1]) + (cache.ends[1] if condition is not None else 0)
-        end = cache.ends[cache.scale] + fed
-        for scale, known in enumerate(cache.ends[1:]):  # comparisons, as torch.compile finds no symbolic size in a list
-            if end == known:
-                return scale
-        raise ValueError(f"inputs must hold whole scales, ending at {', '.join(map(str, cache.ends[1:]))} tokens, got {end}")
 
     def _start(self, condition: Condition, cache: InfinityCache) -> Tensor:
         """Fill what a cache has of the text, and return the input of scale 0, float32 `[R, 1, D]`."""

@@ -3,7 +3,7 @@
 Source: Han et al. 2024, "Infinity: Scaling Bitwise AutoRegressive Modeling for High-Resolution Image Synthesis"
 (arXiv:2412.04431), whose official tables these are.
 
-Shape suffixes: L tokens of all scales, K head width.
+Shape suffixes: L tokens of all scales.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.models.llamagen.blocks import build_rotary
 from vargen.values import parse_int, short_repr
 
 Grid = tuple[int, int]  # rows and columns
@@ -94,10 +93,6 @@ class ScalePlan:
             )
             found.append(torch.cartesian_prod(rows, columns))
         return torch.cat(found)
-
-    def rotary(self, head_dim: int, device: torch.device | None = None) -> Tensor:
-        """The table `[L, K/2, 2]`, float32 (cos, sin): half of the pairs encode rows, half columns."""
-        return build_rotary(self.positions(), head_dim).to(device)
 
 
 def choose_plan(height: Any, width: Any, pn: Any, num_scales: int, stride: int) -> ScalePlan:

@@ -59,11 +59,6 @@ class BitQuantizer:
         """Number of bits of each scale."""
         return tuple(rows * columns * self.bits for rows, columns in self.scales)
 
-    @property
-    def scale_codes(self) -> tuple[int, ...]:
-        """Number of values of a bit at each scale."""
-        return (2,) * len(self.grids)
-
     def to_tokens(self, z_BdRG: Tensor) -> Tensor:
         """Arrange what positions have, `[B, d, rows, columns]`, by token: `[B, n, C]`."""
         parts = F.pixel_unshuffle(z_BdRG, _PATCH) if self.patchify else z_BdRG
@@ -174,7 +169,3 @@ class BSQModel(QuantizedStorageMixin, ConfigMixin):
     def decode_latent(self, latent_BdRG: Tensor) -> Tensor:
         """Decode a latent, such as the sum of the first scales (a preview) or of all, to pixels `[B, 3, Y, X]` in [-1, 1]."""
         return self.decoder(latent_BdRG.to(next(self.decoder.parameters()).dtype)).clamp(-1, 1)
-
-    def forward(self, sample: Tensor) -> Tensor:
-        """Decode the latents of pixels `[B, 3, Y, X]` in [-1, 1] without quantizing them."""
-        return self.decode_latent(self.encode_latent(sample))

@@ -224,16 +224,9 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
 
     def _last_scale_of(self, inputs: Tensor | None, condition: Condition | None, cache: ScaleCache | None) -> int:
         """Check the arguments of a pass, and return the last scale that it feeds."""
-        first = cache.scale if cache is not None else 0
-        misplaced = condition is None if first == 0 else condition is not None
-        if misplaced or (inputs is None and (cache is None or condition is None)):
-            raise ValueError("pass (inputs, condition), (condition, an empty cache) or (inputs, a cache that holds scales)")
-        fed = (0 if inputs is None else inputs.shape[1]) + (self.ends[0] if condition is not None else 0)
-        end = self.first_token_of(first) + fed
-        for scale, known in enumerate(self.ends):  # comparisons, because torch.compile finds no symbolic size in a list
-            if end == known:
-                return scale
-        raise ValueError(f"inputs must hold whole scales, ending at {', '.join(map(str, self.ends))} tokens, got {end}")
+        if inputs is None and (cache is None or condition is None):
+            raise ValueError(_BAD_PASS)
+        return find_last_scale(self.ends, 0 if cache is None else cache.scale, inputs, condition)
 
     def _embed_inputs(
         self, inputs: Tensor | None, condition: Condition | None, cache: ScaleCache | None, begin: int
@@ -292,6 +285,21 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
                 visible = visible | torch.eye(len(fed), len(levels), dtype=torch.bool, device=visible.device)
             visible = visible[:, None]
         return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+
+
+_BAD_PASS = "pass (inputs, condition), (condition, an empty cache) or (inputs, a cache that holds scales)"
+
+
+def find_last_scale(ends: Sequence[int], first: int, inputs: Tensor | None, condition: Condition | None) -> int:
+    """Return the last scale that a pass from scale `first` on feeds, where scales end after `ends` tokens; or ValueError."""
+    if (condition is None if first == 0 else condition is not None) or (inputs is None and condition is None):
+        raise ValueError(_BAD_PASS)
+    fed = (0 if inputs is None else inputs.shape[1]) + (ends[0] if condition is not None else 0)
+    end = (ends[first - 1] if first else 0) + fed
+    for scale, known in enumerate(ends):  # comparisons, because torch.compile finds no symbolic size in a list
+        if end == known:
+            return scale
+    raise ValueError(f"inputs must hold whole scales, ending at {', '.join(map(str, ends))} tokens, got {end}")
 
 
 def official_config(depth: int, pixels: int = 256) -> dict[str, Any]:
