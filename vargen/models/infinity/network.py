@@ -112,10 +112,6 @@ class InfinityTransformer(QuantizedStorageMixin, ConfigMixin):
         self.blocks = nn.ModuleList(InfinityBlock(dim, n_head, hidden) for _ in range(depth))
         self.head_nm = nn.ModuleDict({"ada_lin": nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))})
         self.head = nn.Linear(dim, 2 * code_dim)
-        for parameter in self.parameters():
-            if parameter.dim() > 1 and parameter.shape[-1] > 1:
-                nn.init.normal_(parameter, std=0.02)
-        nn.init.zeros_(self.head.weight)
 
     def null_condition(self, condition: Condition) -> Condition:
         """Return the unconditional text for guidance: for each row as many learned rows as its own text has."""
