@@ -59,6 +59,12 @@ def test_tokens_and_positions_of_any_shape_are_inverse(patchify: bool) -> None:
     )
 
 
+def test_widths_that_32_does_not_divide_have_24_groups() -> None:
+    model = BSQModel(bits=2, ch=48, encoder_ch_mult=(1, 2), decoder_ch_mult=(1, 2), num_res_blocks=1)
+    assert model.encoder.norm_out.num_groups == 32 and model.decoder.norm_out.num_groups == 24
+    assert model.decode_latent(model.encode_latent(torch.zeros(1, 3, 4, 6))).shape == (1, 3, 4, 6)
+
+
 def test_bad_sizes_are_named() -> None:
     sizes = {"bits": 4, "ch": 32, "num_res_blocks": 1}
     rejects(lambda: BSQModel(**sizes, encoder_ch_mult=(1, 1), decoder_ch_mult=(1,)), "decoder_ch_mult")

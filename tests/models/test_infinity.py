@@ -68,12 +68,13 @@ def test_positions_are_the_official_ones() -> None:
         ({}, 10521, (64, 64)), ({"pn": "0.25M"}, 2521, (32, 32)), ({"pn": "0.60M"}, 6425, (48, 48)),
         ({"height": 1024, "width": 1024}, 10521, (64, 64)), ({"height": 1000, "width": 500}, 7219, (74, 37)),
         ({"height": 256, "width": 768}, 2588, (18, 54)), ({"height": 1, "width": 9000}, 509, (9, 27)),
-        ({"height": 10, "width": 8, "pn": "1M"}, 10774, (70, 56)),
+        ({"height": 10, "width": 8, "pn": "1M"}, 10774, (70, 56)), ({"height": 10, "width": 8, "pn": "0.06M"}, 614, (20, 16)),
     ],
 )  # fmt: skip
 def test_a_size_takes_the_nearest_official_scales(given: dict[str, Any], tokens: int, last: tuple[int, int]) -> None:
     plan = choose_plan(given.get("height"), given.get("width"), given.get("pn"), 13, 16)
     assert plan.ends[-1] == tokens and plan.scales[-1] == last
+    assert plan.final in [table[-1] for table in SCALES.values() if plan.scales == table[: len(plan.scales)]]
 
 
 def test_bad_sizes_are_named() -> None:
@@ -231,9 +232,10 @@ def test_temperatures_by_scale(golden: Official) -> None:
 
     even, ones = run([0.5] * 5, Sampling()), run(0.5, Sampling(temperature=0.5))
     assert torch.equal(even[0].tokens, ones[0].tokens)
-    mixed = run([1.0, 0.5, 2.0, 1.0, 1.0], Sampling())
-    torch.testing.assert_close(mixed[1][0], ones[1][0])
-    assert not torch.equal(mixed[0].tokens, ones[0].tokens)
+    mixed, plain = run([1.0, 0.5, 2.0, 1.0, 1.0], Sampling()), run(1.0, Sampling())
+    torch.testing.assert_close(mixed[1][0], plain[1][0])
+    torch.testing.assert_close(mixed[1][1], 2 * plain[1][1], msg="of the same bits")
+    assert not torch.equal(mixed[0].tokens, plain[0].tokens)
 
 
 def test_bad_guidance_is_named() -> None:
@@ -268,6 +270,22 @@ def test_several_scales_in_one_pass_are_one_after_another(golden: Official) -> N
     expected = run([[0], [1], [2], [3], [4]])
     for groups in ([[0, 1, 2, 3, 4]], [[0], [1, 2], [3, 4]], [[0, 1, 2], [3], [4]]):
         torch.testing.assert_close(run(groups), expected, atol=2e-5, rtol=0)
+
+
+@torch.inference_mode()
+def test_a_model_catches_up_with_its_own_guidance(golden: Official) -> None:
+    """Scales that another model generated are fed together, also with guidance between blocks."""
+    condition, io = golden.condition(), golden.io
+    inputs: list[Tensor | None] = [None, *(io[f"codes_in_cfg3_scale{k}"] for k in range(1, 5))]
+    for case in ("cfg3", "cfg3_layer-2", "cfglist_layer0_-2"):
+        found = []
+        for groups in ([1, 2, 3, 4, 5], [3, 4, 5], [4, 5]):
+            model = golden.model(case)
+            state = model.allocate(condition, 2)
+            model.reset(state, condition)
+            found.append([model.forward(state, inputs[:end], 1.0) for end in groups][-1])
+        for each in found[1:]:
+            torch.testing.assert_close(each, found[0], atol=5e-5, rtol=0)
 
 
 # -- sizes and misuse -----------------------------------------------------------------------------------------------------

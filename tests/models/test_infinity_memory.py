@@ -49,7 +49,7 @@ class LiveBytes(TorchDispatchMode):
 @pytest.mark.parametrize(("name", "gigabytes"), [("infinity-2b", (4.41, 3.37)), ("infinity-8b", (16.75, 7.37))])
 @pytest.mark.parametrize("tile", [None, 512])
 def test_official_sizes_at_a_megapixel(name: str, gigabytes: tuple[float, float], tile: int | None, monkeypatch: Any) -> None:
-    """Weights, keys and values to the byte; the last pass up to the upper bound, of which it takes more than half."""
+    """Weights, keys and values to the byte; the last pass up to the upper bound, of which it takes most."""
     monkeypatch.setattr(
         blocks, "attend", lambda q, k, v, mask, scale=None: torch.empty_like(q)
     )  # the meta device has no kernel
@@ -70,7 +70,7 @@ def test_official_sizes_at_a_megapixel(name: str, gigabytes: tuple[float, float]
         cache.scale = 12
         with LiveBytes() as live:
             model(inputs, cache=cache, tile=tile)
-    assert 0.5 * need.largest_pass < live.most <= need.largest_pass, (live.most / 1e9, need.largest_pass / 1e9)
+    assert 0.7 * need.largest_pass < live.most <= need.largest_pass, (live.most / 1e9, need.largest_pass / 1e9)
 
 
 def test_rows_dtype_and_tiles_count() -> None:

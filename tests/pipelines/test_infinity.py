@@ -126,8 +126,11 @@ def test_guidance_within_the_network(pipe: InfinityPipeline) -> None:
 
 @pytest.mark.parametrize("method", ["plain", "code", "economy"])
 def test_tiles_change_no_bit(pipe: InfinityPipeline, method: str) -> None:
-    whole = tokens(pipe, PROMPTS, accelerator=method)
+    whole, widths = tokens(pipe, PROMPTS, accelerator=method), []
+    hook = pipe.transformer.blocks[0].ffn.register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[1]))
     assert torch.equal(tokens(pipe, PROMPTS, accelerator=method, tile=5), whole)
+    hook.remove()
+    assert max(widths) == 5
     sized = {"height": 22, "width": 44, "accelerator": method}
     assert torch.equal(tokens(pipe, PROMPTS, tile=50, **sized), tokens(pipe, PROMPTS, **sized))
 

@@ -50,7 +50,7 @@ def predict_memory(
     }
     width, number = sizes["dim"], dtype.itemsize
     tokens = math.prod(plan.scales[-1])
-    tiled = min(tile or tokens, tokens) * (8 * _FLOAT * width + 2 * number * feed_forward_width(width))
+    tiled = min(tile or tokens, tokens) * (4 * _FLOAT * width + 2 * number * feed_forward_width(width))
     whole = tokens * width * 3 * (_FLOAT + number) + plan.ends[-1] * width * 2 * number  # residuals; keys, alone and with all
     layer = 2 * number * sizes["depth"] * rows * width
     return MemoryNeed(number * parameter_count(**sizes), layer * plan.cached_tokens, layer * text, last_rows * (tiled + whole))
