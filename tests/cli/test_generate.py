@@ -200,7 +200,7 @@ def test_a_size_is_that_of_the_image_and_of_its_regeneration(run: Any, bits_mode
         assert image.size == (44, 22)
     assert run("regenerate", "dog.png", "--model", bits_model, "--device", "cpu").exit_code == 0
     for given, said in (
-        ((*words, "--height", 22), "height must come with a width"),
+        ((*words, "--height", 22), "height must come with width"),
         ((*words[:3], scale_model, *words[4:], "--width", 8), "width must be left out"),
     ):
         failed = run(*given)

@@ -109,7 +109,7 @@ def choose_plan(height: Any, width: Any, pn: Any, num_scales: int, stride: int) 
     """
     if (height is None) != (width is None):
         missing, name, value = ("width", "height", height) if width is None else ("height", "width", width)
-        raise ValueError(f"{name} must come with a {missing}, or neither, got {name}={short_repr(value)} alone")
+        raise ValueError(f"{name} must come with {missing}, got {name}={short_repr(value)} alone")
     for name, value in (("height", height), ("width", width)):
         if value is not None and parse_int(value, 1, 2**16) is None:
             raise ValueError(f"{name} must be a whole number of pixels from 1 to {2**16}, got {short_repr(value)}")
