@@ -223,6 +223,16 @@ def test_parts_that_do_not_belong_together_are_refused(pipe: InfinityPipeline) -
         rejects(lambda changed=changed: InfinityPipeline(**{**pipe.components, **changed}), name)
 
 
+def test_weights_in_half_the_memory_generate_the_same() -> None:
+    """Stored in float16 and cast back for their layer; these weights lose nothing by it."""
+    own = infinity_pipeline()
+    own.transformer.half().float()
+    expected = tokens(own, PROMPTS)
+    own.transformer.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
+    assert {weight.dtype for weight in own.transformer.blocks.parameters()} == {torch.float16, torch.float32}
+    assert torch.equal(tokens(own, PROMPTS), expected)
+
+
 def test_other_families_have_no_height() -> None:
     from tiny_models import text_var_pipeline
 
