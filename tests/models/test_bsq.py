@@ -59,6 +59,15 @@ def test_tokens_and_positions_of_any_shape_are_inverse(patchify: bool) -> None:
     )
 
 
+def test_a_token_of_2_by_2_positions_has_their_bits_in_the_official_order() -> None:
+    """Channel c of position (2 y + a, 2 x + b) is bit 4 c + 2 a + b of token (y, x); rows of tokens follow one another."""
+    rows, columns = 3, 5
+    tokens = torch.randn(1, rows * columns, 12)
+    z = BitQuantizer(3, True, ((rows, columns),)).to_positions(tokens, 0)
+    for y, x, c, a, b in torch.cartesian_prod(*map(torch.arange, (rows, columns, 3, 2, 2))).tolist():
+        assert z[0, c, 2 * y + a, 2 * x + b] == tokens[0, y * columns + x, 4 * c + 2 * a + b]
+
+
 def test_widths_that_32_does_not_divide_have_24_groups() -> None:
     model = BSQModel(bits=2, ch=48, encoder_ch_mult=(1, 2), decoder_ch_mult=(1, 2), num_res_blocks=1)
     assert model.encoder.norm_out.num_groups == 32 and model.decoder.norm_out.num_groups == 24

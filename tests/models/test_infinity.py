@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 import torch
-from golden_infinity import GOLDEN, SETS, Official, official
+from golden_infinity import GOLDEN, SETS, Official, list_cases, official
 from rejects import rejects
 from torch import Tensor
 
@@ -17,15 +18,18 @@ from vargen.models.infinity.decoding import BitGuidance, InfinityScaleModel
 from vargen.models.infinity.network import SIZES, InfinityTransformer, PassGuidance, parameter_count
 from vargen.models.infinity.schedules import NUM_SCALES, SCALES, ScalePlan, choose_plan
 
-CASES = [
-    "cfg3", "cfg1", "cfglist", "cfg3_layer-2", "cfglist_layer0_-2", "cfg3_negative", "cfg4_tau0.5", "cfg3_leak3",
-]  # fmt: skip
 GREEDY = Sampling(temperature=0.0)
 _CLOSE = 1e-4
 
 
 @pytest.fixture(params=SETS)
 def golden(request: pytest.FixtureRequest) -> Official:
+    return official(request.param)
+
+
+@pytest.fixture(params=["infinity_a", "infinity_b"])
+def tiny(request: pytest.FixtureRequest) -> Official:
+    """For tests of one model against itself: five scales, and cases of these."""
     return official(request.param)
 
 
@@ -111,14 +115,16 @@ def test_teacher_forced_logits_are_the_official_ones(golden: Official) -> None:
     torch.testing.assert_close(logits, golden.io["teacher_logits"], atol=_CLOSE, rtol=0)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("name", "case"), list_cases())
 @torch.inference_mode()
-def test_bits_and_guided_logits_are_the_official_ones(golden: Official, case: str) -> None:
+def test_bits_and_guided_logits_are_the_official_ones(name: str, case: str) -> None:
     """Guidance by number, list, block and negative prompt; temperature; and first scales of an image, `gt_leak`."""
+    golden = official(name)
     model, io = golden.model(case), golden.io
-    given = [part.flatten(1).long() for part in golden.by_scale("encoded_token_bits")][: 3 if case.endswith("leak3") else 0]
+    leak, heat = (re.search(pattern, case) for pattern in (r"leak(\d+)", r"tau([\d.]+)"))
+    given = [part.flatten(1).long() for part in golden.by_scale("encoded_token_bits")][: int(leak[1]) if leak else 0]
     output, logits = decode(model, golden.condition(case), fixed_scales=given)
-    tau = 0.5 if case.endswith("tau0.5") else 1.0
+    tau = float(heat[1]) if heat else 1.0
     found = split(model, output)[len(given) :]
     for k, (bits, of_scale) in enumerate(zip(found, logits, strict=True), len(given)):
         assert torch.equal(bits, io[f"bits_{case}_scale{k}"].flatten(1).long()), k
@@ -161,74 +167,74 @@ def test_filters_of_bits_are_the_official_ones(top_k: int, top_p: float) -> None
 
 @pytest.mark.parametrize("tile", [1, 7, 36])
 @torch.inference_mode()
-def test_tiles_change_no_bit(golden: Official, tile: int) -> None:
+def test_tiles_change_no_bit(tiny: Official, tile: int) -> None:
     for case in ("cfg3", "cfglist_layer0_-2"):
-        whole, logits = decode(golden.model(case), golden.condition())
-        tiled, others = decode(golden.model(case, tile=tile), golden.condition())
+        whole, logits = decode(tiny.model(case), tiny.condition())
+        tiled, others = decode(tiny.model(case, tile=tile), tiny.condition())
         assert torch.equal(whole.tokens, tiled.tokens)
         for one, other in zip(logits, others, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
 
 @torch.inference_mode()
-def test_keys_of_the_last_scale_are_not_kept_and_text_is_read_once(golden: Official) -> None:
-    model, condition = golden.model(), golden.condition()
+def test_keys_of_the_last_scale_are_not_kept_and_text_is_read_once(tiny: Official) -> None:
+    model, condition = tiny.model(), tiny.condition()
     kept, calls = [], []
-    hooks = [block.ca.mat_kv.register_forward_hook(lambda *_: calls.append(1)) for block in golden.transformer.blocks]
+    hooks = [block.ca.mat_kv.register_forward_hook(lambda *_: calls.append(1)) for block in tiny.transformer.blocks]
     allocate = model.allocate
     model.allocate = lambda *given: kept.append(allocate(*given)) or kept[-1]  # type: ignore
     decode(model, condition)
     for hook in hooks:
         hook.remove()
     (state,) = kept
-    assert state.cache.k.shape[3] == golden.plan.ends[-2] and state.cache.k.dtype == golden.transformer.dtype
-    assert len(calls) == len(golden.transformer.blocks), "once per layer and image"
+    assert state.cache.k.shape[3] == tiny.plan.ends[-2] and state.cache.k.dtype == tiny.transformer.dtype
+    assert len(calls) == len(tiny.transformer.blocks), "once per layer and image"
 
 
 @torch.inference_mode()
-def test_unconditional_rows_are_dropped_where_no_later_scale_is_guided(golden: Official) -> None:
+def test_unconditional_rows_are_dropped_where_no_later_scale_is_guided(tiny: Official) -> None:
     rows = []
-    hook = golden.transformer.blocks[0].register_forward_hook(lambda _, given, out: rows.append(len(out)))
+    hook = tiny.transformer.blocks[0].register_forward_hook(lambda _, given, out: rows.append(len(out)))
     try:
         for case in ("cfglist", "cfg1", "cfglist_layer0_-2"):
-            decode(golden.model(case), golden.condition())
-        decode(golden.model("cfg3"), golden.condition(), schedule="economy")
+            decode(tiny.model(case), tiny.condition())
+        decode(tiny.model("cfg3"), tiny.condition(), schedule="economy")
     finally:
         hook.remove()
     assert rows == [4, 4, 4, 2, 2] + [2] * 5 + [4] * 5 + [4, 4, 4, 4, 2]
 
 
 @torch.inference_mode()
-def test_stages_are_lists_of_guidance(golden: Official) -> None:
+def test_stages_are_lists_of_guidance(tiny: Official) -> None:
     """Factors 1, 0.5, 1.5 and 0 on a guidance of 3 are the official list 3, 2, 4, 1, 1."""
     stages = tuple(Stage(until, guidance=factor) for until, factor in ((1, 1), (2, 0.5), (3, 1.5), (None, 0)))
-    model = golden.model("cfg3")
-    output, _ = decode(model, golden.condition(), schedule=ScaleSchedule("list", stages))
+    model = tiny.model("cfg3")
+    output, _ = decode(model, tiny.condition(), schedule=ScaleSchedule("list", stages))
     for k, bits in enumerate(split(model, output)):
-        assert torch.equal(bits, golden.io[f"bits_cfglist_scale{k}"].flatten(1).long())
+        assert torch.equal(bits, tiny.io[f"bits_cfglist_scale{k}"].flatten(1).long())
 
 
 @torch.inference_mode()
-def test_an_image_is_the_same_alone(golden: Official) -> None:
+def test_an_image_is_the_same_alone(tiny: Official) -> None:
     """Prompts, negative prompts and lengths differ within the batch."""
-    condition = golden.condition("cfg3_negative")
+    condition = tiny.condition("cfg3_negative")
     sampling = Sampling(temperature=1.0, top_p=0.97)
-    together, _ = decode(golden.model(), condition, sampling)
+    together, _ = decode(tiny.model(), condition, sampling)
     for row in range(2):
         seeds = torch.tensor([row])
-        alone = decode_scales(golden.model(), condition.select_rows(slice(row, row + 1)), seeds, sampling=sampling)
+        alone = decode_scales(tiny.model(), condition.select_rows(slice(row, row + 1)), seeds, sampling=sampling)
         assert torch.equal(alone.tokens[0], together.tokens[row])
     assert not torch.equal(*together.tokens)
 
 
 @torch.inference_mode()
-def test_temperatures_by_scale(golden: Official) -> None:
+def test_temperatures_by_scale(tiny: Official) -> None:
     scales = [3.0] * 5
-    plan, depth = golden.plan, golden.config["depth"]
+    plan, depth = tiny.plan, tiny.config["depth"]
 
     def run(temperature: Any, sampling: Sampling) -> tuple[Any, list[Tensor]]:
         guidance = BitGuidance.make(scales, temperature, None, 5, depth)
-        return decode(InfinityScaleModel(golden.transformer, golden.quantizer, plan, guidance), golden.condition(), sampling)
+        return decode(InfinityScaleModel(tiny.transformer, tiny.quantizer, plan, guidance), tiny.condition(), sampling)
 
     even, ones = run([0.5] * 5, Sampling()), run(0.5, Sampling(temperature=0.5))
     assert torch.equal(even[0].tokens, ones[0].tokens)
@@ -249,22 +255,22 @@ def test_bad_guidance_is_named() -> None:
 
 
 @torch.inference_mode()
-def test_several_scales_in_one_pass_are_one_after_another(golden: Official) -> None:
+def test_several_scales_in_one_pass_are_one_after_another(tiny: Official) -> None:
     """As when one model continues from another; also with guidance between blocks."""
-    condition, io = golden.condition(), golden.io
-    both = condition.cat(golden.transformer.null_condition(condition))
+    condition, io = tiny.condition(), tiny.io
+    both = condition.cat(tiny.transformer.null_condition(condition))
     inputs = [io[f"codes_in_cfg3_scale{k}"].repeat(2, 1, 1) for k in range(1, 5)]
     strength = torch.tensor([2.0, 2.0, 1.0, 0.0, 0.5])
-    levels = golden.plan.levels()
+    levels = tiny.plan.levels()
 
     def run(groups: list[list[int]]) -> Tensor:
-        cache, found = golden.transformer.new_cache(golden.plan, 4, golden.config["text_maxlen"]), []
+        cache, found = tiny.transformer.new_cache(tiny.plan, 4, tiny.config["text_maxlen"]), []
         for group in groups:
             fed = [inputs[k - 1] for k in group if k]
             place = torch.isin(levels, torch.tensor(group))
-            guidance = PassGuidance(strength[levels[place]], (golden.config["depth"] - 2,))
+            guidance = PassGuidance(strength[levels[place]], (tiny.config["depth"] - 2,))
             rows = torch.cat(fed, 1) if fed else None
-            found.append(golden.transformer(rows, None if group[0] else both, cache=cache, guidance=guidance).logits)
+            found.append(tiny.transformer(rows, None if group[0] else both, cache=cache, guidance=guidance).logits)
         return torch.cat(found, 1)
 
     expected = run([[0], [1], [2], [3], [4]])
@@ -273,14 +279,14 @@ def test_several_scales_in_one_pass_are_one_after_another(golden: Official) -> N
 
 
 @torch.inference_mode()
-def test_a_model_catches_up_with_its_own_guidance(golden: Official) -> None:
+def test_a_model_catches_up_with_its_own_guidance(tiny: Official) -> None:
     """Scales that another model generated are fed together, also with guidance between blocks."""
-    condition, io = golden.condition(), golden.io
+    condition, io = tiny.condition(), tiny.io
     inputs: list[Tensor | None] = [None, *(io[f"codes_in_cfg3_scale{k}"] for k in range(1, 5))]
     for case in ("cfg3", "cfg3_layer-2", "cfglist_layer0_-2"):
         found = []
         for groups in ([1, 2, 3, 4, 5], [3, 4, 5], [4, 5]):
-            model = golden.model(case)
+            model = tiny.model(case)
             state = model.allocate(condition, 2)
             model.reset(state, condition)
             found.append([model.forward(state, inputs[:end], 1.0) for end in groups][-1])
@@ -298,9 +304,9 @@ def test_official_sizes_have_the_published_number_of_parameters(name: str, count
     assert sum(each.numel() for each in model.parameters()) == count == parameter_count(**SIZES[name])
 
 
-def test_bad_passes_are_named(golden: Official) -> None:
-    model, condition, io = golden.transformer, golden.condition(), golden.io
-    cache = model.new_cache(golden.plan, 2, golden.config["text_maxlen"])
+def test_bad_passes_are_named(tiny: Official) -> None:
+    model, condition, io = tiny.transformer, tiny.condition(), tiny.io
+    cache = model.new_cache(tiny.plan, 2, tiny.config["text_maxlen"])
     with pytest.raises(ValueError, match="whole scales, ending at 1, 5, 21, 57, 121 tokens, got 4"):
         model(io["teacher_input"][:, :3], condition, cache=cache)
     rejects(lambda: model(io["teacher_input"], cache=cache), "condition")

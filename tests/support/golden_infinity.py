@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,8 +21,7 @@ from vargen.models.infinity.schedules import ScalePlan
 from vargen.models.tokenizers.bsq import BitQuantizer, BSQModel
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
-SETS = ("infinity_a", "infinity_b")  # like 2B, and like 8B, with patchify
-_LAYERS = {"cfg3_layer-2": [-2], "cfglist_layer0_-2": [0, -2]}  # cases with another place of guidance than the logits
+SETS = sorted(folder.name for folder in GOLDEN.glob("infinity_*/"))  # a is like 2B; b like 8B, with patchify
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,18 @@ class Official:
 
     def model(self, case: str = "cfg3", **options: Any) -> InfinityScaleModel:
         scales = [float(each) for each in self.config["cases"][case]]
-        guidance = BitGuidance.make(scales, 1.0, _LAYERS.get(case), len(scales), self.config["depth"])
+        layers = None if (found := re.search(r"layer([-\d_]+)", case)) is None else [int(each) for each in found[1].split("_")]
+        guidance = BitGuidance.make(scales, 1.0, layers, len(scales), self.config["depth"])
         return InfinityScaleModel(self.transformer, self.quantizer, self.plan, guidance, **options)
 
     def by_scale(self, name: str) -> list[Tensor | None]:
         """Tensors `{name}_scale{k}`; None for those that are not recorded."""
         return [self.io.get(f"{name}_scale{k}") for k in range(len(self.plan.scales))]
+
+
+def list_cases() -> list[tuple[str, str]]:
+    """Each set with each of its cases."""
+    return [(name, case) for name in SETS for case in json.loads((GOLDEN / name / "config.json").read_text())["cases"]]
 
 
 @cache
