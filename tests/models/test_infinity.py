@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pytest
@@ -121,10 +120,9 @@ def test_bits_and_guided_logits_are_the_official_ones(name: str, case: str) -> N
     """Guidance by number, list, block and negative prompt; temperature; and first scales of an image, `gt_leak`."""
     golden = official(name)
     model, io = golden.model(case), golden.io
-    leak, heat = (re.search(pattern, case) for pattern in (r"leak(\d+)", r"tau([\d.]+)"))
-    given = [part.flatten(1).long() for part in golden.by_scale("encoded_token_bits")][: int(leak[1]) if leak else 0]
+    _, _, leak, tau = golden.settings(case)
+    given = [part.flatten(1).long() for part in golden.by_scale("encoded_token_bits")][:leak]
     output, logits = decode(model, golden.condition(case), fixed_scales=given)
-    tau = float(heat[1]) if heat else 1.0
     found = split(model, output)[len(given) :]
     for k, (bits, of_scale) in enumerate(zip(found, logits, strict=True), len(given)):
         assert torch.equal(bits, io[f"bits_{case}_scale{k}"].flatten(1).long()), k

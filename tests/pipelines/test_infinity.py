@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from golden_infinity import list_cases, official
 from PIL import Image
 from rejects import rejects
 from tiny_families import brightness, no_passes, seeded
@@ -33,6 +34,25 @@ def tokens(pipe: InfinityPipeline, prompt: Any = PROMPTS[0], seed: int = 0, **op
 
 def an_image(width: int = 12, height: int = 12, seed: int = 0) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize(("name", "case"), list_cases())
+def test_calls_give_the_official_bits_and_image(name: str, case: str) -> None:
+    golden, count = official(name), len(official(name).plan.scales)
+    own = InfinityPipeline(vqvae=golden.vqvae, transformer=golden.transformer)
+    own._plan = golden.plan
+    condition, (scales, layers, leak, _) = golden.condition(case), golden.settings(case)
+    given: dict[str, Any] = {"prompt_embeds": condition.caption_embeds, "prompt_mask": condition.caption_mask}
+    if (negative := condition.negative) is not None:
+        given |= {"negative_prompt_embeds": negative.caption_embeds, "negative_prompt_mask": negative.caption_mask}
+    if leak:
+        given |= {"image": (golden.io["pixels"].float() + 1) / 2, "strength": (count - leak) / count}
+    result = own(**given, guidance_scale=scales, cfg_insertion_layer=layers, temperature=0, output_type="pt")
+    found = result.tokens.split(own._quantizer().scale_tokens, dim=1)
+    for k in range(leak, count):
+        assert torch.equal(found[k], golden.io[f"bits_{case}_scale{k}"].flatten(1).long()), k
+    if (image := golden.io.get(f"image_{case}")) is not None:
+        torch.testing.assert_close(result.images, (image + 1) / 2, atol=1e-4, rtol=0)
 
 
 # -- sizes ----------------------------------------------------------------------------------------------------------------

@@ -60,9 +60,18 @@ class Official:
             embeds[row, most - len(part) :], mask[row, most - len(part) :] = part, True
         return Condition(None, embeds, mask)
 
+    def settings(self, case: str) -> tuple[list[float], list[int] | None, int, float]:
+        """Guidance by scale, layers where it acts, number of given scales, and temperature of a case."""
+        layers, leak, tau = (re.search(pattern, case) for pattern in (r"layer([-\d_]+)", r"leak(\d+)", r"tau([\d.]+)"))
+        return (
+            [float(each) for each in self.config["cases"][case]],
+            [int(each) for each in layers[1].split("_")] if layers else None,
+            int(leak[1]) if leak else 0,
+            float(tau[1]) if tau else 1.0,
+        )
+
     def model(self, case: str = "cfg3", **options: Any) -> InfinityScaleModel:
-        scales = [float(each) for each in self.config["cases"][case]]
-        layers = None if (found := re.search(r"layer([-\d_]+)", case)) is None else [int(each) for each in found[1].split("_")]
+        scales, layers, _, _ = self.settings(case)
         guidance = BitGuidance.make(scales, 1.0, layers, len(scales), self.config["depth"])
         return InfinityScaleModel(self.transformer, self.quantizer, self.plan, guidance, **options)
 

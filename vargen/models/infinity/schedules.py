@@ -41,9 +41,8 @@ def _read_tables() -> dict[float, tuple[Grid, ...]]:
     for ratio, text in _TALL.items():
         grids = [tuple(map(int, each.split("x"))) for each in text.split()]
         tables[ratio] = tuple((rows, columns) for rows, columns in grids)
-        tables[int(1000 / ratio) / 1000] = tuple(
-            (columns, rows) for rows, columns in grids
-        )  # as official keys: cut, not rounded
+        inverse = int(1000 / ratio) / 1000  # official keys are cut, not rounded
+        tables[inverse] = tuple((columns, rows) for rows, columns in grids)
     return tables
 
 
