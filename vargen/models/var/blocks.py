@@ -130,7 +130,10 @@ class VARAttention(nn.Module):
         bias = torch.cat([self.q_bias, self.zero_k_bias.type_as(self.q_bias), self.v_bias])
         rows = slice(first * len(self.q_bias), last * len(self.q_bias))
         if type(self.mat_qkv) is nn.Linear and not is_hooked(self.mat_qkv):
-            fused = F.linear(x_RTD, self.mat_qkv.weight[rows], bias[rows])
+            weight = self.mat_qkv.weight
+            if last - first < 3:  # weights of torchao's formats are not indexed for nothing
+                weight, bias = weight[rows], bias[rows]
+            fused = F.linear(x_RTD, weight, bias)
         else:  # also an adapter's layer
             fused = self.mat_qkv(x_RTD).add_(bias)[..., rows]
         return fused.unflatten(-1, (last - first, self.n_head, self.head_dim))
