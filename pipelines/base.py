@@ -53,7 +53,8 @@ class VisualPipeline(StoredPipeline):
         baseline, default_method: presets that speedups are relative to, and that a call uses by default.
         summary: what calls by `vargen.enable` add their statistics to.
         usual_sampling: sampling settings used where neither the call nor the checkpoint sets them.
-        image_size: width and height in pixels of the source image of a call; None if calls take no image.
+        image_size: width and height in pixels of the source image of a call, or rows and columns if they differ; None if calls
+            take no image.
         makes_images: False if another pipeline decodes the tokens.
         joins_running_batch: whether images can join a batch while others are generated; else they wait for the next one.
     """
@@ -73,7 +74,7 @@ class VisualPipeline(StoredPipeline):
     text_encoder: Any = None
     tokenizer: Any = None
     fps: int | None = None
-    image_size: int | None = None
+    image_size: Any = None
     makes_images: bool = True
 
     def _init_calls(self) -> None:

@@ -109,7 +109,7 @@ class CausalVideoPipeline(VisualPipeline):
         return self.settings.num_blocks * (len(self.settings.resolve_levels()) + 1) - 1
 
     @property
-    def image_size(self) -> int:  # type: ignore[override]
+    def image_size(self) -> int:
         return self.transformer.geometry.pixel_size[0]
 
     @property

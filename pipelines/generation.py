@@ -72,9 +72,11 @@ class ImagePipeline(VisualPipeline):
 
     Attributes:
         own_arguments: those of `image`, `mask_image`, `strength`, `guidance_interval` and `return_log_probs` that it has.
+        recorded_arguments: those of the family alone that an image carries.
     """
 
     own_arguments: ClassVar[tuple[str, ...]] = ()
+    recorded_arguments: ClassVar[tuple[str, ...]] = ()
     image_processor: Any = None
 
     @torch.no_grad()

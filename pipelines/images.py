@@ -19,6 +19,7 @@ from torch import Tensor
 from vargen.decoding import DecodeStats
 from vargen.files import atomic_file, expand_user
 from vargen.image_metadata import png_file
+from vargen.models.tokenizers.bsq import BitQuantizer
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleQuantizer
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.pipelines.validation import OUTPUT_TYPES
@@ -168,8 +169,8 @@ class InpaintSource:
         return torch.lerp(own / 2 + 0.5, pixels, weight)
 
 
-def validate_source(image: Any, mask: Any, strength: Any, side: int, processor: Any) -> InpaintSource | None:
-    """Validate image, mask and strength of a call, of `side` pixels square; None without an image."""
+def validate_source(image: Any, mask: Any, strength: Any, side: int | tuple[int, int], processor: Any) -> InpaintSource | None:
+    """Validate image, mask and strength of a call, of these rows and columns, or as many; None without an image."""
     if image is None:
         for name, value in (("mask_image", mask), ("strength", strength)):
             if value is not None:
@@ -183,7 +184,7 @@ def validate_source(image: Any, mask: Any, strength: Any, side: int, processor: 
     return InpaintSource(pixels, None if mask is None else _mask(mask, len(pixels), side), share)
 
 
-def _mask(mask: Any, images: int, side: int) -> Tensor:
+def _mask(mask: Any, images: int, side: int | tuple[int, int]) -> Tensor:
     """Convert a mask to bool `[M, 1, Y, X]`, True in the area to regenerate; warns where this is nothing or everything."""
     allowed = "a PIL image, a list of them, or numbers from 0 (keep) to 1 (regenerate) [Y, X] or [N, 1, Y, X]"
     if isinstance(mask, Tensor | np.ndarray):
@@ -196,9 +197,10 @@ def _mask(mask: Any, images: int, side: int) -> Tensor:
         areas = list(values.reshape(-1, 1, *values.shape[-2:]) >= _HALF)
     else:
         areas = [torch.from_numpy(read_mask(each))[None] for each in _list_images(mask, "mask_image", allowed)]
-    if other := [each for each in areas if each.shape[-2:] != (side, side)]:
+    rows, columns = (side, side) if isinstance(side, int) else side
+    if other := [each for each in areas if each.shape[-2:] != (rows, columns)]:
         found = f"{other[0].shape[-1]}x{other[0].shape[-2]}"
-        raise ValueError(f"mask_image must be {side}x{side} pixels, as the image is, got {found}")
+        raise ValueError(f"mask_image must be {columns}x{rows} pixels, as the image is, got {found}")
     if len(areas) not in (1, images):
         raise ValueError(f"mask_image must be one, or one per image, got {len(areas)} for {images}")
     for each, area in zip(mask if isinstance(mask, list | tuple) else [mask] * len(areas), areas, strict=True):
@@ -256,12 +258,14 @@ class FixedTokens:
     """
 
     scales: list[Tensor]
-    quantizer: MultiScaleQuantizer
+    quantizer: MultiScaleQuantizer | BitQuantizer
     latent: Tensor
     kept_area: Tensor | None
 
     @classmethod
-    def build(cls, quantizer: MultiScaleQuantizer, latent: Tensor, mask: Tensor | None, num_scales: int) -> FixedTokens:
+    def build(
+        cls, quantizer: MultiScaleQuantizer | BitQuantizer, latent: Tensor, mask: Tensor | None, num_scales: int
+    ) -> FixedTokens:
         """Build it from the number of kept scales and a mask, bool `[B, 1, Y, X]`, True where regenerated."""
         area = None
         if mask is not None:
@@ -280,4 +284,4 @@ class FixedTokens:
         assert area is not None
         share = self.quantizer.downsample(area, scale)
         residual = self.quantizer.downsample((self.latent - canvas) * area, scale) / share.clamp(min=1e-6)
-        return self.quantizer.find_nearest(residual, scale).flatten(1), (share >= _HALF).flatten(1)
+        return self.quantizer.find_nearest(residual, scale).flatten(1), self.quantizer.spread(share >= _HALF, scale)

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,9 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
     if on_gpu and stored_quantization(folder / "transformer"):
         raise ValueError(f"{folder} is stored for 8-bit integer products on CPUs, got device {str(place)!r}")
     format_on_gpu = options.pop("quantization", None) if on_gpu else None
+    network_class = pipeline.family.components["transformer"].network_class
+    if format_on_gpu is not None and "quantization" not in signature(network_class.__init__).parameters:
+        raise ValueError(f"quantization={format_on_gpu!r} is not supported by {network_class.__name__}; leave it out")
     chosen = any(options.get(name) is not None for name in ("torch_dtype", "dtype", "quantization"))
     stays = not torch.cuda.is_available() if place is None else not on_gpu
     if stays and not chosen and "quantization" not in options:
@@ -106,7 +110,7 @@ def find_pipeline_class(name: Any) -> type[VisualPipeline]:
 
 def list_families() -> dict[str, ModelFamily]:
     """Return all families by the name of their pipeline class."""
-    for name in ("llamagen", "var", "causal_video"):
+    for name in ("llamagen", "var", "infinity", "causal_video"):
         importlib.import_module(f"vargen.pipelines.{name}")
     return FAMILIES
 

@@ -54,7 +54,7 @@ def locate_folder(name: Any, options: Mapping[str, Any]) -> Path:
         return path
     if path.suffix.lower() in (*_PICKLES, ".safetensors"):
         raise ValueError(
-            f"model must be a folder, got {short_repr(text)}; vargen convert llamagen, var or causal-video makes one"
+            f"model must be a folder, got {short_repr(text)}; vargen convert llamagen, var, infinity or causal-video makes one"
         )
     match = _ID.fullmatch(_URL.sub("", text)) if len(text) <= 4 * _MAX_ID else None
     if match is None or text.startswith((".", "/", "~")) or len(match[1]) > _MAX_ID:

@@ -182,7 +182,7 @@ def validate_regenerable(parameters: Mapping[str, Any]) -> None:
 def regenerate(pipe: VisualPipeline, parameters: Mapping[str, Any], original: Image.Image) -> Regeneration:
     """Generate an image again by the parameters of the original, and compare it."""
     validate_regenerable(parameters)
-    names = [*_SAMPLING, "guidance_interval", "clean_prompt"]
+    names = [*_SAMPLING, "guidance_interval", "clean_prompt", *getattr(pipe, "recorded_arguments", ())]
     names += [] if pipe.is_class_conditional else ["prompt", "negative_prompt"]
     given = {name: parameters[name] for name in names if parameters.get(name) is not None}
     if pipe.is_class_conditional:
@@ -194,9 +194,8 @@ def regenerate(pipe: VisualPipeline, parameters: Mapping[str, Any], original: Im
         **given,
         accelerator=parameters.get("accelerator") or pipe.default_method,
         generator=torch.Generator(parameters.get("generator") or "cpu").manual_seed(parameters["seed"]),
-        output_type="latent",
     )
-    return compare_images(parameters, original, pipe.decode_tokens(result.images)[0], result.parameters())
+    return compare_images(parameters, original, result.images[0], result.parameters())
 
 
 def compare_images(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from vargen.compat import without_autocast
 from vargen.convert.var import DEFAULTS, convert_var
 from vargen.models.guidance import Guidance, to_guidance
-from vargen.models.tokenizers.multi_scale_vq import MultiScaleQuantizer, MultiScaleVQModel
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.models.var.decoding import VARScaleModel
 from vargen.models.var.network import SCALES, VARTransformer, official_config
@@ -61,7 +62,7 @@ class VARPipeline(ImagePipeline):
 
     @property
     def num_baseline_passes(self) -> int:
-        return len(self.transformer.scales)
+        return len(self.grids)
 
     def decoding_model(self, guidance: Guidance | float = 1.0) -> VARScaleModel:
         """Return the adapter of the transformer and its draft model for `vargen.decoding.decode_scales`."""
@@ -69,7 +70,7 @@ class VARPipeline(ImagePipeline):
         draft = self.draft_transformer and VARScaleModel(self.draft_transformer, quantizer, guidance, device=device)
         return VARScaleModel(self.transformer, quantizer, guidance, draft_model=draft, device=device)
 
-    def _quantizer(self) -> MultiScaleQuantizer:
+    def _quantizer(self) -> Any:
         """Return the quantizer on the device of the passes; a (small) copy while the tokenizer is offloaded."""
         own, device = self.vqvae.quantize, self._device_of(self.transformer)
         weight = own.embedding.weight
@@ -95,9 +96,9 @@ class VARPipeline(ImagePipeline):
         Scales that contain -1 or end past `length [B]` are skipped, which gives a coarser image, or a white one if no scale is
         left. So this also previews an image during generation.
         """
-        validate_decode_arguments(tokens, length, output_type, self.vqvae.config.codebook_size, minimum=-1)
-        if tokens.dim() != 2 or not len(tokens) or tokens.shape[1] != self.vqvae.tokens:
-            raise ValueError(f"tokens must be [B, {self.vqvae.tokens}], got {list(tokens.shape)}")
+        validate_decode_arguments(tokens, length, output_type, self.vocab_size, minimum=-1)
+        if tokens.dim() != 2 or not len(tokens) or tokens.shape[1] != self.num_tokens:
+            raise ValueError(f"tokens must be [B, {self.num_tokens}], got {list(tokens.shape)}")
         if output_type == "latent":
             return tokens
         canvas, generated = self._accumulate_scales(tokens, length)
@@ -111,16 +112,14 @@ class VARPipeline(ImagePipeline):
     def _accumulate_scales(self, tokens: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the sum over the complete scales, `[B, C, R, G]`, and whether there is any, bool `[B]`."""
         device, quantizer = self._device_of(self.vqvae), self._quantizer()
-        tokens = tokens.to(quantizer.embedding.weight.device if not quantizer.embedding.weight.is_meta else device)
-        ends = torch.tensor([side * side for side in quantizer.scales]).cumsum(0).tolist()
+        tokens, ends = tokens.to(self._device_of(self.transformer)), [*accumulate(quantizer.scale_tokens)]
         length = torch.full((len(tokens),), ends[-1]) if length is None else length
         length = length.to(tokens.device)
         canvas: Tensor | float = 0.0
         generated = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-        for k, (side, end) in enumerate(zip(quantizer.scales, ends, strict=True)):
-            part = tokens[:, end - side * side : end]
+        for k, (part, end) in enumerate(zip(tokens.split(quantizer.scale_tokens, dim=1), ends, strict=True)):
             complete = (part >= 0).all(1) & (length >= end)
-            added = quantizer.lookup(part.clamp(min=0).unflatten(1, (side, side)), k)
+            added = quantizer.lookup(part.clamp(min=0), k)
             canvas = canvas + added * complete[:, None, None, None]
             generated = generated | complete
         assert isinstance(canvas, Tensor)
@@ -136,7 +135,7 @@ class VARPipeline(ImagePipeline):
     @without_autocast
     def encode_image(self, images: Any) -> Tensor:
         """Encode images, which are resized, to tokens int64 `[B, L]` of all scales, from coarse to fine."""
-        latent = self._encode_latent(preprocess_images(images, self.image_processor, self.vqvae.image_size))
+        latent = self._encode_latent(preprocess_images(images, self.image_processor, self.image_size))
         return torch.cat([tokens.flatten(1) for tokens in self._quantizer().quantize(latent)], dim=1)
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vargen.models.tokenizers.vq import VQModel
     from vargen.models.var.network import VARTransformer
     from vargen.pipelines.causal_video import CausalVideoPipeline
+    from vargen.pipelines.infinity import InfinityPipeline
     from vargen.pipelines.language_model import accelerate
     from vargen.pipelines.llamagen import LlamaGenPipeline
     from vargen.pipelines.loading import open_pipeline
@@ -31,6 +32,7 @@ __all__ = [
     "Accelerator",
     "CausalVideoPipeline",
     "DecodeStats",
+    "InfinityPipeline",
     "LlamaGenPipeline",
     "LlamaGenTransformer",
     "MultiScaleVQModel",
@@ -51,6 +53,7 @@ _HOMES = {
     "Accelerator": "vargen.decoding",
     "CausalVideoPipeline": "vargen.pipelines.causal_video",
     "DecodeStats": "vargen.decoding",
+    "InfinityPipeline": "vargen.pipelines.infinity",
     "LlamaGenPipeline": "vargen.pipelines.llamagen",
     "LlamaGenTransformer": "vargen.models.llamagen.network",
     "MultiScaleVQModel": "vargen.models.tokenizers.multi_scale_vq",

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_models import class_pipeline, text_pipeline, text_var_pipeline
+from tiny_models import class_pipeline, infinity_pipeline, text_pipeline, text_var_pipeline
 from typer.testing import CliRunner, Result
 
 from vargen.cli.main import app
@@ -64,4 +64,12 @@ def scale_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A next-scale pipeline folder that generates 8 x 8 images of text, with a smaller model to draft with."""
     folder = tmp_path_factory.mktemp("models") / "tiny-scales"
     text_var_pipeline().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bits_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline folder of Infinity that generates 12 x 12 images of text, with a smaller model to draft with."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-bits"
+    infinity_pipeline().save_pretrained(folder)
     return folder

@@ -106,6 +106,14 @@ def test_a_next_scale_model(check: Any, scale_model: Path) -> None:
 
 
 @pytest.mark.extended
+def test_a_model_of_bits(check: Any, bits_model: Path) -> None:
+    result, page, found = check(bits_model, "--prompt-file", "two.txt")
+    whole = found["greedy tokens and one pass without a cache"]
+    assert result.exit_code == 0 and whole["result"] == "equal" and whole["figures"]["tokens"] == 228
+    assert found["int8"]["result"] == "not checked" and "| code | relaxed |" in page
+
+
+@pytest.mark.extended
 def test_a_video_model(check: Any, video_model: Path) -> None:
     result, page, found = check(video_model, "--prompt-file", "two.txt")
     plain = found["plain loop without a cache"]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_t5 import save_text_encoder
 
 from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.llamagen import LLAMAGEN
@@ -63,3 +64,15 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(full_disk: Any, run: Any, si
     assert result.exit_code == 1 and result.stderr.count("\n") == 1
     assert "out was not written: File too large" in result.stderr
     assert not list(Path().iterdir())
+
+
+def test_infinity_with_its_text_encoder(run: Any, tmp_path: Path) -> None:
+    """The folder generates images, which are generated again from their files."""
+    encoder = save_text_encoder(tmp_path / "t5", 256)
+    files = ["--transformer", GOLDEN / "infinity_a/infinity.safetensors", "--vae", GOLDEN / "infinity_a/vae.safetensors"]
+    result = run("convert", "infinity", *files, "--text-encoder", encoder, "--pn", "0.06M", "-o", "model")
+    assert result.exit_code == 0, result.output
+    made = run("generate", "a red apple", "--model", "model", "--seed", "3", "--device", "cpu", "-o", "a.png")
+    assert made.exit_code == 0, made.output
+    assert run("regenerate", "a.png", "--model", "model", "--device", "cpu").exit_code == 0
+    assert "flan-t5-xl" in run("convert", "infinity", "--help").stdout

@@ -46,6 +46,14 @@ def test_one_command_generates_scores_and_reports(run: Any, text_model: Path) ->
     assert len(Path("out/manifest/shard-1-of-1.jsonl").read_text().splitlines()) == 18, "nothing was drawn twice"
 
 
+def test_a_model_of_bits(run: Any, bits_model: Path) -> None:
+    words = ("eval", "--model", bits_model, "-o", "out", "--prompt-file", prompts_file(), "--threads", 1, "--num-timed", 0)
+    done = run(*words, "--methods", "plain,economy,code", "--num-images", 3, *MEASURE, "--json", "-")
+    assert done.exit_code == 0, done.stderr
+    methods = json.loads(done.stdout)["methods"]
+    assert [(each["name"], each["num_images"]) for each in methods] == [("plain", 3), ("economy", 3), ("code", 3)]
+
+
 def test_the_packaged_model_is_scored_by_its_scorer(run: Any) -> None:
     done = run(
         "eval", "--model", "emoji-var", "--methods", "plain", "--num-images", 2, "-o", "out", "--num-timed", 0, "--json", "-"

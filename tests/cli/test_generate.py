@@ -190,3 +190,18 @@ def test_an_image_model_generates_what_it_starts_from(run: Any, video_model: Pat
         assert found.exit_code == 0, found.output
         with Image.open(file) as image:
             assert image.n_frames == frames, name
+
+
+def test_a_size_is_that_of_the_image_and_of_its_regeneration(run: Any, bits_model: Path, scale_model: Path) -> None:
+    words = ("generate", "a dog", "--model", bits_model, "--device", "cpu", "-o", "dog.png")
+    done = run(*words, "--height", 22, "--width", 44, "--seed", 5)
+    assert done.exit_code == 0, done.output
+    with Image.open("dog.png") as image:
+        assert image.size == (44, 22)
+    assert run("regenerate", "dog.png", "--model", bits_model, "--device", "cpu").exit_code == 0
+    for given, said in (
+        ((*words, "--height", 22), "height must come with width"),
+        ((*words[:3], scale_model, *words[4:], "--width", 8), "width must be left out"),
+    ):
+        failed = run(*given)
+        assert failed.exit_code == 2 and said in failed.stderr, failed.output

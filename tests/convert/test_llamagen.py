@@ -9,6 +9,7 @@ import pytest
 import torch
 from rejects import rejects
 from safetensors.torch import load_file
+from tiny_t5 import save_text_encoder
 from torch import Tensor
 
 from vargen import LlamaGenPipeline
@@ -307,24 +308,9 @@ def test_class_names_come_from_json(tmp_path: Path) -> None:
         read_labels(labels, 10)
 
 
-def _save_text_encoder(folder: Path, width: int) -> Path:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
-
-    torch.manual_seed(0)
-    shape = {"d_ff": 32, "d_kv": 4, "num_layers": 1, "num_heads": 2, "vocab_size": 6}
-    T5EncoderModel(T5Config(d_model=width, **shape)).save_pretrained(folder)
-    words = Tokenizer(WordLevel({"<pad>": 0, "<unk>": 1, "a": 2, "red": 3, "apple": 4}, unk_token="<unk>"))
-    words.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>").save_pretrained(folder)
-    return folder
-
-
 def test_a_text_model_takes_its_encoder_along(text_files: tuple[Path, Path], tmp_path: Path) -> None:
     options: dict[str, Any] = {"grid_size": 4, "n_head": _TEXT_HEADS}
-    encoder = _save_text_encoder(tmp_path / "t5", 24)
+    encoder = save_text_encoder(tmp_path / "t5", 24)
     convert_llamagen(*text_files, tmp_path / "out", text_encoder=encoder, **options)
     pipe = _open(tmp_path / "out")
     embeds, mask = pipe.encode_prompt(["a red apple"])
@@ -342,7 +328,7 @@ def test_files_and_options_that_do_not_belong_together_are_refused(
     files: tuple[Path, Path], text_files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     (gpt, vq), text = files, {"n_head": _TEXT_HEADS}
-    wide, right = _save_text_encoder(tmp_path / "wide", 16), _save_text_encoder(tmp_path / "right", 24)
+    wide, right = save_text_encoder(tmp_path / "wide", 16), save_text_encoder(tmp_path / "right", 24)
     none, empty, labels = tmp_path / "none.pt", tmp_path / "empty", tmp_path / "labels.json"
     empty.mkdir()
     labels.write_text("[]")

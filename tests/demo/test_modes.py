@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_models import infinity_pipeline
 
 from vargen.demo.calls import generate, user_errors
 from vargen.demo.edit_tab import read_painting
 from vargen.demo.inputs import plain_name
 from vargen.demo.known import KnownPrompts
 from vargen.demo.links import MAX_PROMPT, MAX_SEED, make_link, read_link
+from vargen.demo.page import Models, build_page
 from vargen.image_metadata import read_parameters
 from vargen.pipelines.loading import open_pipeline
 from vargen.pipelines.regeneration import regenerate
@@ -82,16 +84,29 @@ def test_a_painted_part_alone_is_generated_again(page: Any, models: Any) -> None
     assert read_painting({"background": image, "layers": [], "composite": image}, side).mask is None
     assert read_painting(None, side).image is None
     painted = {"background": image, "layers": [layer], "composite": image}
-    shown = next(
-        found[-1]
-        for number in range(8)
-        if (found := page.run("edit", "run_own", number, prompt="a cat", **painted_if_read(page, number, painted)))
-        and "edit-note" in found[-1]
-        and str(found[-1]["edit-note"]).startswith("Painted part")
-    )
+    shown = paint(page, painted)
     with Image.open(shown["edit-stage"]) as result:
         kept = np.asarray(result.convert("RGB"))[:, side - side // 4 :], np.asarray(image.convert("RGB"))[:, side - side // 4 :]
     assert (kept[0] == kept[1]).all(), "what is not painted keeps its pixels"
+
+
+def test_a_model_of_bits_generates_races_and_is_painted_on(page: Any) -> None:
+    pipe = infinity_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    own = type(page)(build_page(Models("bits", pipe, pipe)))
+    shown = own.run("image", prompt="a cat", seed=7, method="plain")[-1]
+    ((path, _),) = shown["stage"]
+    assert "4 steps" in shown["note"] and "seed 7" in shown["note"]
+    with Image.open(path) as stored:
+        assert stored.size == (12, 12) and regenerate(pipe, read_parameters(path), stored).same_pixels
+    race = own.run("race", prompt="a cat", seed=3, racers=["code", "plain"])[-1]
+    assert race["track"].count("lane") and "cat" in str(race)
+    image = Image.new("RGBA", (12, 12), "#a03010")
+    layer = Image.new("RGBA", (12, 12))
+    layer.paste("#4f46e5", (0, 0, 6, 12))
+    painted = paint(own, {"background": image, "layers": [layer], "composite": image})
+    with Image.open(painted["edit-stage"]) as result:
+        assert (np.asarray(result.convert("RGB"))[:, 8:] == np.asarray(image.convert("RGB"))[:, 8:]).all()
 
 
 def test_events_of_another_mode_leave_the_page_as_it_is(page: Any) -> None:
@@ -99,6 +114,17 @@ def test_events_of_another_mode_leave_the_page_as_it_is(page: Any) -> None:
     for number in range(len([each for each in page.blocks.fns.values() if each.name == "run_own"])):
         shown = page.run("image", "run_own", number, prompt="a cat")
         assert shown and not any(key != "note" for each in shown for key in each)
+
+
+def paint(page: Any, painted: dict[str, Any]) -> dict[str, Any]:
+    """The last update of the function that generates a painted part."""
+    return next(
+        found[-1]
+        for number in range(8)
+        if (found := page.run("edit", "run_own", number, prompt="a cat", **painted_if_read(page, number, painted)))
+        and "edit-note" in found[-1]
+        and str(found[-1]["edit-note"]).startswith("Painted part")
+    )
 
 
 def painted_if_read(page: Any, number: int, painted: dict[str, Any]) -> dict[str, Any]:

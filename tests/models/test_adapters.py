@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from low_rank import LowRank
-from tiny_models import text_pipeline, text_var_pipeline
+from tiny_models import infinity_pipeline, text_pipeline, text_var_pipeline
 
 from vargen.decoding import decode
 
@@ -32,11 +33,13 @@ def test_an_adapted_llamagen_computes_the_same_with_and_without_a_cache() -> Non
     assert torch.allclose(found, expected, atol=1e-4) and not torch.allclose(found, plain, atol=1e-2)
 
 
-def test_an_adapter_changes_the_tokens_of_var() -> None:
-    pipe = text_var_pipeline()
+@pytest.mark.parametrize(("make", "attention"), [(text_var_pipeline, "attn"), (infinity_pipeline, "sa")])
+def test_an_adapter_changes_the_tokens_of_next_scale_models(make: Any, attention: str) -> None:
+    pipe = make()
     pipe.set_progress_bar_config(disable=True)
     options: dict[str, Any] = {"temperature": 0, "output_type": "latent"}
     plain = pipe("a red apple", **options).tokens
     for block in pipe.transformer.blocks:
-        block.attn.mat_qkv = LowRank(block.attn.mat_qkv)
+        part = getattr(block, attention)
+        part.mat_qkv = LowRank(part.mat_qkv)
     assert not torch.equal(pipe("a red apple", **options).tokens, plain)

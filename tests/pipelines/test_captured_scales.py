@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from recorded_graph import RecordedGraph, captured_passes
-from tiny_models import class_var_pipeline, text_var_pipeline
+from tiny_models import class_var_pipeline, infinity_pipeline, text_var_pipeline
 from tiny_targets import take_gpu_paths
 
 from vargen.pipelines.engines import KeptEngines
@@ -24,9 +24,12 @@ def on_gpu_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordedGraph, "replays", 0)
 
 
-@pytest.fixture(params=["class", "text"])
+PIPES: dict[str, Any] = {"class": class_var_pipeline, "text": text_var_pipeline, "bits": infinity_pipeline}
+
+
+@pytest.fixture(params=PIPES)
 def pipe(request: pytest.FixtureRequest) -> Any:
-    return class_var_pipeline() if request.param == "class" else text_var_pipeline()
+    return PIPES[request.param]()
 
 
 def generate(pipe: Any, images: int = 2, seed: int = 0, **options: Any) -> torch.Tensor:
@@ -35,6 +38,8 @@ def generate(pipe: Any, images: int = 2, seed: int = 0, **options: Any) -> torch
     texts: Any = {"prompt": [PROMPTS[number] for number in chosen]}
     names: Any = {"class_labels": chosen} if pipe.is_class_conditional else texts
     options = {"guidance_scale": 3.0, "temperature": 0.9, "top_k": 12} | options
+    if pipe.vocab_size < 12:
+        options |= {"top_k": options["top_k"] and 2, "top_p": 0.9}
     return pipe(**names, generator=generators, output_type="latent", **options).images
 
 

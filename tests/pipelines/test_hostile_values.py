@@ -18,7 +18,7 @@ import pytest
 from limited_process import open_and_sample, open_changed, run_limited
 from tiny_families import drafting_pipeline, video_folder
 from tiny_language_models import has_release, make_chameleon, make_emu3, make_glm, make_janus
-from tiny_models import t5_pipeline, text_var_pipeline
+from tiny_models import infinity_pipeline, t5_pipeline, text_var_pipeline
 
 from vargen.pipelines.video_settings import VideoSettings
 
@@ -26,7 +26,7 @@ VALUES = (-1, 0, "x", None, math.nan, 10**12, {"a": {"b": [[1]]}})
 SAMPLE = 13  # every how many settings are in `make test`, each with one value
 # Valid numbers of these give another image, as do words of a tokenizer, and stored defaults.
 NUMERIC = {"norm_eps", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_base", "rope_theta", "vocabulary_map"}
-FAMILIES = ["llamagen", "t5", "var", "video", "janus", "emu3", "chameleon", "glm-image"]
+FAMILIES = ["llamagen", "t5", "var", "infinity", "video", "janus", "emu3", "chameleon", "glm-image"]
 MAKERS: dict[str, Any] = {"janus": make_janus, "emu3": make_emu3, "chameleon": make_chameleon, "glm-image": make_glm}
 OPTIONS: dict[str, Any] = {"emu3": {"size": (4, 5)}, "glm-image": {"size": (2, 3)}}
 # Files that are like those of another family.
@@ -34,6 +34,7 @@ SAME = {
     "llamagen": ("draft_", "low_res"),
     "t5": ("model_index", "tokenizer/", "transformer/", "vqvae/"),
     "var": ("tokenizer/", "text_encoder/", "draft_"),
+    "infinity": ("tokenizer/", "text_encoder/", "draft_"),
     "video": ("draft_",),
     "emu3": ("tokenizer",),
     "chameleon": ("tokenizer", "preprocessor"),
@@ -48,8 +49,10 @@ def save_family(name: str, folder: Path) -> Path:
         index.write_text(json.dumps({**content, "defaults": {**vars(VideoSettings()), **content["defaults"]}}))
         return index.parent
     if name not in MAKERS:
-        make: Any = {"llamagen": drafting_pipeline, "t5": t5_pipeline, "var": text_var_pipeline}[name]
-        make().save_pretrained(folder)
+        makers: Any = {
+            "llamagen": drafting_pipeline, "t5": t5_pipeline, "var": text_var_pipeline, "infinity": infinity_pipeline,
+        }  # fmt: skip
+        makers[name]().save_pretrained(folder)
         return folder
     model, processor = MAKERS[name]()
     model.save_pretrained(folder)

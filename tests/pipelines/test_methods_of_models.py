@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tiny_language_models import has_release, make_chameleon, make_emu3, make_glm, make_janus
-from tiny_models import class_pipeline, class_var_pipeline
+from tiny_models import class_pipeline, class_var_pipeline, infinity_pipeline
 
 import vargen
 from vargen.compat import installed_version
@@ -27,7 +27,11 @@ def language_model(make: Any, **options: Any) -> Any:
 
 MODELS = {
     "`emoji`, `emoji-var`": (partial(vargen.open_pipeline, "emoji"), partial(vargen.open_pipeline, "emoji-var")),
-    "LlamaGen, VAR": (partial(class_pipeline, n_layer=6), partial(class_var_pipeline, draft=False)),
+    "LlamaGen, VAR, Infinity": (
+        partial(class_pipeline, n_layer=6),
+        partial(class_var_pipeline, draft=False),
+        partial(infinity_pipeline, draft=False),
+    ),
     "Janus, Chameleon, Emu3": (
         partial(language_model, make_janus),
         partial(language_model, make_chameleon),

@@ -40,17 +40,18 @@ WAYS: dict[str, Callable[[Any, Path], Any]] = {
 def generated(tiny: Tiny, pipe: Any) -> dict[str, torch.Tensor]:
     """What each method generates, and, from an image, a variation and an inpainted image."""
     found = {str(method): made(tiny.call(pipe, method=method)) for method in tiny.methods}
-    image, mask = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 8)
+    side = tiny.side
+    image, mask = torch.rand(1, 3, side, side, generator=torch.Generator().manual_seed(1)), torch.zeros(side, side)
     if tiny.pipeline != "CausalVideoPipeline":
         found["tokens"] = pipe.encode_image(image)
-    if tiny.pipeline == "VARPipeline":
+    if pipe.paradigm == "next-scale":
         mask[:, 4:] = 1
         found["variation"] = made(tiny.call(pipe, image=image, strength=0.6))
         found["inpainted"] = made(tiny.call(pipe, image=image, mask_image=mask))
+    if tiny.pipeline == "VARPipeline":
         with torch.no_grad():
             found["pixels"] = pipe.vqvae.decode(pipe.vqvae.encode(2 * image - 1))
     if tiny.pipeline == "CausalVideoPipeline":
-        image = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
         found["from an image"] = made(tiny.call(pipe, image=image))
     return found
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from int8_passes import compiled_passes
 from rejects import rejects
-from tiny_models import class_pipeline, class_var_pipeline, text_pipeline
+from tiny_models import class_pipeline, class_var_pipeline, infinity_pipeline, text_pipeline
 from torch import Tensor
 
 from vargen import LlamaGenPipeline, open_pipeline
@@ -163,6 +163,15 @@ def test_a_change_of_any_source_is_compiled_again(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(cpu_code, "__file__", str(tmp_path / "load.py"))
     folders = {cpu_code._code_folder()} | {Path(each).write_text("") or cpu_code._code_folder() for each in sources}
     assert len(folders) == len(sources) + 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_network_without_formats_says_so(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    infinity_pipeline().save_pretrained(tmp_path)
+    monkeypatch.setattr("vargen.pipelines.loading.select_device", torch.device)
+    monkeypatch.setattr("vargen.pipelines.loading.validate_quantization", lambda *_: None)
+    said = "quantization='int8' is not supported by InfinityTransformer"
+    rejects(lambda: open_pipeline(tmp_path, device=device, quantization="int8"), said)
 
 
 @pytest.mark.parametrize(("quantization", "error"), [("int8", 0.02), ("float8", 0.1)])

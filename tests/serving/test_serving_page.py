@@ -11,7 +11,7 @@ import pytest
 from markdown import blocks
 from PIL import Image
 from served import serving
-from tiny_models import text_pipeline, text_var_pipeline
+from tiny_models import infinity_pipeline, text_pipeline, text_var_pipeline
 
 import vargen
 from vargen.serving.api import RequestLimits, build_app
@@ -55,8 +55,9 @@ def test_images_are_generated_and_streamed(code: list[str], place: Path, capsys:
     assert capsys.readouterr().out.split("\n")[-2] == "image_generation.completed"
 
 
-def test_an_image_is_edited(code: list[str], place: Path) -> None:
-    pipe = text_var_pipeline()
+@pytest.mark.parametrize("make", [text_var_pipeline, infinity_pipeline])
+def test_an_image_is_edited(code: list[str], place: Path, make: Any) -> None:
+    pipe = make()
     size = pipe("a red apple").images[0].size
     Image.new("RGBA", size, (200, 0, 0, 255)).save("apple.png")
     Image.new("RGBA", size, (0, 0, 0, 0)).save("mask.png")

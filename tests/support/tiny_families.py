@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import class_pipeline, class_var_pipeline, text_pipeline, text_var_pipeline, tiny_transformer
+from tiny_models import (
+    class_pipeline,
+    class_var_pipeline,
+    infinity_pipeline,
+    text_pipeline,
+    text_var_pipeline,
+    tiny_transformer,
+)
 from tiny_video_folder import video_folder
 
 from vargen import open_pipeline
@@ -54,6 +61,7 @@ class Tiny:
         conditions: three conditions.
         argument: argument of a call that takes them.
         options: options of every call.
+        side: width and height of its images in pixels.
     """
 
     pipeline: str
@@ -62,6 +70,7 @@ class Tiny:
     conditions: Sequence[Any] = ("a red apple", "a very long sentence about a cat that sits", "b")
     argument: str = "prompt"
     options: dict[str, Any] = field(default_factory=dict)
+    side: int = 8
 
     def open(self, folder: Path) -> Any:
         folder.mkdir(exist_ok=True)
@@ -111,5 +120,6 @@ TINY = {
     "next-token drafters": Tiny("LlamaGenPipeline", lambda _: drafting_pipeline(), DRAFTS),
     "next-scale class": Tiny("VARPipeline", lambda _: class_var_pipeline(), SCALES, **CLASSES),
     "next-scale text": Tiny("VARPipeline", lambda _: text_var_pipeline(), SCALES),
-    "video": Tiny("CausalVideoPipeline", lambda f: open_pipeline(video_folder(f)), VIDEO, options={"num_blocks": 2}),
+    "next-scale bits": Tiny("InfinityPipeline", lambda _: infinity_pipeline(), SCALES, side=12),
+    "video": Tiny("CausalVideoPipeline", lambda f: open_pipeline(video_folder(f)), VIDEO, options={"num_blocks": 2}, side=16),
 }

@@ -12,11 +12,14 @@ import torch
 from transformers import AutoTokenizer
 
 from vargen.assets import packaged_model_path
+from vargen.models.infinity.network import InfinityTransformer
 from vargen.models.llamagen.network import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
+from vargen.models.tokenizers.bsq import BSQModel
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.tokenizers.vq import VQModel
 from vargen.models.var.network import VARTransformer
+from vargen.pipelines.infinity import InfinityPipeline
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.var import VARPipeline
 
@@ -146,5 +149,36 @@ def text_var_pipeline(draft: bool = True, **overrides) -> VARPipeline:
         text_encoder=MiniLMTextEncoder.from_pretrained(tiny_encoder() / "text_encoder"),
         tokenizer=AutoTokenizer.from_pretrained(tiny_encoder() / "tokenizer"),
         draft_transformer=tiny_var("text", seed=5, depth=1, dim=16, n_head=1) if draft else None,
+        defaults={"guidance_scale": 3.0},
+    )
+
+
+def tiny_bsq(**overrides) -> BSQModel:
+    """12 x 12 pixels with the first four scales, 4 bits a token."""
+    shape = {"bits": 4, "ch": 32, "encoder_ch_mult": (1, 1), "decoder_ch_mult": (1, 1), "num_res_blocks": 1, **overrides}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return BSQModel(**shape).eval()
+
+
+def tiny_infinity(seed: int = 0, **overrides) -> InfinityTransformer:
+    shape = {
+        "depth": 4, "dim": 32, "n_head": 2, "code_dim": 4, "caption_dim": 32, "caption_rows": 12, "num_scales": 4, **overrides,
+    }  # fmt: skip
+    model = InfinityTransformer(**shape).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=1 / parameter.shape[-1] ** 0.5, generator=generator)
+    return model
+
+
+def infinity_pipeline(draft: bool = True, **overrides) -> InfinityPipeline:
+    """Four layers with random weights."""
+    return InfinityPipeline(
+        vqvae=tiny_bsq(),
+        transformer=tiny_infinity(**overrides),
+        text_encoder=MiniLMTextEncoder.from_pretrained(tiny_encoder() / "text_encoder"),
+        tokenizer=AutoTokenizer.from_pretrained(tiny_encoder() / "tokenizer"),
+        draft_transformer=tiny_infinity(seed=5, depth=1, dim=16, n_head=1) if draft else None,
         defaults={"guidance_scale": 3.0},
     )

@@ -73,6 +73,10 @@ def generate(
         float | None,
         image_option(metavar="X", help="Fraction of the scales to regenerate, 0 to 1. Default: 0.8, and 1 with a mask."),
     ] = None,
+    height: Annotated[
+        int | None, image_option(metavar="N", help="In pixels, with --width; the nearest size of an Infinity model is taken.")
+    ] = None,
+    width: Annotated[int | None, image_option(metavar="N", help="In pixels, with --height.")] = None,
     negative_prompt: Annotated[str | None, image_option(metavar="TEXT", help="What guidance leads away from.")] = None,
     best_of: Annotated[
         int, image_option(min=1, metavar="N", help="Generate N candidates of each image and keep the best.")
@@ -166,7 +170,7 @@ def _parse_labels(labels: list[str], model: VisualPipeline) -> list[int]:
     return resolve_class_labels(typed, model.num_classes, model.class_names)
 
 
-def _image_arguments(ctx: typer.Context, model: VisualPipeline, place: Any) -> dict[str, Any]:
+def _image_arguments(ctx: typer.Context, model: Any, place: Any) -> dict[str, Any]:
     """Check a request against the model's files, before weights are read, and return more arguments of the call."""
     from vargen.pipelines.images import validate_source
     from vargen.pipelines.validation import validate_prompts
@@ -175,6 +179,10 @@ def _image_arguments(ctx: typer.Context, model: VisualPipeline, place: Any) -> d
     model.resolve_method(ctx.params["accelerator"] or model.default_method)
     model.resolve_sampling(**common.chosen(ctx, common.SAMPLING))
     given, by_class = common.chosen(ctx, "image", "mask_image", "strength"), bool(ctx.params["class_label"])
+    if size := common.chosen(ctx, "height", "width"):
+        if "height" not in model.recorded_arguments:
+            raise ValueError(f"{min(size)} must be left out: images of this model have one size")
+        model = model.at_size(**size)
     if not model.makes_images:
         raise ValueError("model must make images itself; another pipeline decodes the tokens of this one: see docs/models.md")
     if model.is_class_conditional != by_class:
@@ -193,7 +201,7 @@ def _image_arguments(ctx: typer.Context, model: VisualPipeline, place: Any) -> d
         given["negative_prompt"] = validate_prompts(negative, "negative_prompt")[0]
     if (candidates := ctx.params["best_of"]) > 1 or ctx.params["scorer"]:
         given |= {"scorer": open_scorer(ctx.params["scorer"] or DEFAULT_SCORER, place), "num_candidates": candidates}
-    return given
+    return {**given, **size}
 
 
 def _video_arguments(ctx: typer.Context, model: VisualPipeline, files: list[OutputFile]) -> dict[str, Any]:

@@ -78,7 +78,9 @@ def convert_llamagen(
             raise ValueError("id2label names classes, but this transformer is text-conditional")
         parts: dict[str, Any] = {}
         if text_encoder is not None:
-            parts |= _read_text_encoder(text_encoder, tokenizer or text_encoder, config, dtype)
+            if config["condition"] != "text":
+                raise ValueError("text_encoder goes with a text model, but this transformer is class-conditional")
+            parts |= read_text_encoder(text_encoder, tokenizer or text_encoder, config["caption_dim"], dtype)
         parts["vqvae"] = build_network(VQModel, vq_config, codes, vq)
         parts["transformer"] = build_network(LlamaGenTransformer, config, gpt, transformer, dtype)
         write_image_model(folder, "LlamaGenPipeline", parts, DEFAULTS[config["condition"]], id2label)
@@ -168,13 +170,12 @@ def detect_vq(state: State, file: Path) -> dict[str, Any]:
     }
 
 
-def _read_text_encoder(folder: Path, tokenizer: Path, config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    if config["condition"] != "text":
-        raise ValueError("text_encoder goes with a text model, but this transformer is class-conditional")
+def read_text_encoder(folder: Path, tokenizer: Path, width: int, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return a T5 encoder whose features have this width, and its tokenizer, by the names of components."""
     try:
         stored = StoredNetwork(folder, TEXT_ENCODERS["T5EncoderModel"])
-        if stored.config.d_model != config["caption_dim"]:
-            raise ValueError(f"expected a T5 encoder of width {config['caption_dim']}")
+        if stored.config.d_model != width:
+            raise ValueError(f"expected a T5 encoder of width {width}")
         words = load_tokenizer(tokenizer, choose_class(tokenizer, "T5TokenizerFast", "PreTrainedTokenizerFast"))
         return {"text_encoder": stored.load(dtype), "tokenizer": words}
     except ValueError as error:

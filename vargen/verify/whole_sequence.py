@@ -37,7 +37,7 @@ def compute_whole_logits(model: Any, condition: Any, tokens: Tensor) -> Tensor:
             assert following is not None
             inputs.append(following)
         rows = torch.cat(inputs, 1).repeat(len(conditions), 1, 1)
-        logits = model.transformer(rows, joined, guidance=model._guidance_ramp if len(conditions) == 2 else None).logits
+        logits = model.forward_all(rows, joined)
         return torch.cat([_pad(model, part, k) for k, part in enumerate(logits.split(model.scale_tokens, 1))], 1)
     guided = {"guidance": model.guidance.scale} if len(conditions) == 2 else {}
     return model.transformer(model.guidance.repeat(tokens), joined, **guided).logits

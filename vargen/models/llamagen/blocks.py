@@ -29,15 +29,17 @@ Rotary = Tensor | tuple[Tensor, Tensor]
 MAX_GRID = 256
 
 
-def build_rotary_2d(grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
-    """Build the rotary table `[grid*grid, head_dim/2, 2]`, float32 (cos, sin): half of the pairs encode rows, half columns."""
+def build_rotary(positions_N2: Tensor, head_dim: int, base: float = 10000.0) -> Tensor:
+    """Build the rotary table `[N, K/2, 2]`, float32 (cos, sin): half of the pairs encode rows, half columns."""
     half = head_dim // 2
     frequency = base ** (-torch.arange(0, half, 2).float() / half)
-    angle = torch.arange(grid).float()[:, None] * frequency  # [grid, half/2]
-    rows = angle[:, None, :].expand(grid, grid, -1)
-    columns = angle[None, :, :].expand(grid, grid, -1)
-    angles = torch.cat([rows, columns], dim=-1).flatten(0, 1)
+    angles = (positions_N2.float()[..., None] * frequency).flatten(1)
     return torch.stack([angles.cos(), angles.sin()], dim=-1)
+
+
+def build_rotary_2d(grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
+    """Build the rotary table `[grid*grid, K/2, 2]` of a square grid."""
+    return build_rotary(torch.cartesian_prod(torch.arange(grid), torch.arange(grid)), head_dim, base)
 
 
 def rotary_factors(table_TK2: Tensor, compiled: bool = False) -> Rotary:

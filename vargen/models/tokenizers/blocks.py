@@ -22,6 +22,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 NORM_GROUPS = 32
+_NORM_GROUPS_ELSE = 24  # of widths that 32 does not divide, in Infinity's tokenizers
 HEAD_WIDTH = 32  # of the attention heads of a hybrid
 
 
@@ -35,6 +36,7 @@ class VQParameterNames:
         middle: block, attention and block at the lowest resolution.
         fused: whether queries, keys and values share one convolution `qkv`, instead of three.
         finest_first: whether the decoder's level 0 is the finest, which runs last, instead of the level that runs first.
+        attention: whether there is any.
     """
 
     down: str
@@ -43,11 +45,13 @@ class VQParameterNames:
     middle: tuple[str, str, str]
     fused: bool = False
     finest_first: bool = False
+    attention: bool = True
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
-    """Group norm of a feature map `[B, C, Y, X]` with `NORM_GROUPS` groups."""
-    return nn.GroupNorm(NORM_GROUPS, channels, eps=1e-6, affine=True)
+    """Group norm of a feature map `[B, C, Y, X]` with `NORM_GROUPS` groups, if these divide it."""
+    groups = _NORM_GROUPS_ELSE if channels % NORM_GROUPS else NORM_GROUPS
+    return nn.GroupNorm(groups, channels, eps=1e-6, affine=True)
 
 
 class ResnetBlock(nn.Module):
@@ -91,14 +95,16 @@ class AttnBlock(nn.Module):
 
 
 class VQLevel(nn.Module):
-    """Blocks of one resolution. At the lowest resolution, attention follows each residual block."""
+    """Blocks of one resolution. At the lowest resolution, attention follows each residual block, if there is any."""
 
     def __init__(self, in_channels: int, out_channels: int, blocks: int, attention: bool, naming: VQParameterNames):
         super().__init__()
         widths = [in_channels] + [out_channels] * blocks
         self.naming = naming
         self.add_module(naming.blocks, nn.ModuleList(ResnetBlock(a, b) for a, b in pairwise(widths)))
-        self.attn = nn.ModuleList(AttnBlock(out_channels, naming.fused) for _ in range(blocks if attention else 0))
+        self.attn = nn.ModuleList(
+            AttnBlock(out_channels, naming.fused) for _ in range(blocks if attention and naming.attention else 0)
+        )
 
     def forward(self, x_BCYX: Tensor) -> Tensor:
         for i, block in enumerate(getattr(self, self.naming.blocks)):
@@ -110,8 +116,11 @@ class VQLevel(nn.Module):
 
 def make_mid_block(channels: int, naming: VQParameterNames) -> nn.ModuleDict:
     """Two residual blocks with attention between them, under their official names; they are run in this order."""
-    parts = (ResnetBlock(channels, channels), AttnBlock(channels, naming.fused), ResnetBlock(channels, channels))
-    return nn.ModuleDict(dict(zip(naming.middle, parts, strict=True)))
+    first, between, last = naming.middle
+    parts: dict[str, nn.Module] = {first: ResnetBlock(channels, channels)}
+    if naming.attention:
+        parts[between] = AttnBlock(channels, naming.fused)
+    return nn.ModuleDict({**parts, last: ResnetBlock(channels, channels)})
 
 
 class VQEncoder(nn.Module):

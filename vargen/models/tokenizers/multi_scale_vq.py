@@ -77,6 +77,11 @@ class MultiScaleQuantizer(nn.Module):
         if gains:
             self.register_buffer("gains", torch.ones(len(scales)))
 
+    @property
+    def scale_tokens(self) -> tuple[int, ...]:
+        """Number of tokens of each scale."""
+        return tuple(side * side for side in self.scales)
+
     def codebook(self) -> Tensor:
         """`[V, C]` float32."""
         return read_weight(self.embedding).float()
@@ -106,8 +111,13 @@ class MultiScaleQuantizer(nn.Module):
         return self.quant_resi["qresi_ls"][self.phi_of_scale[k]](h_BCss)
 
     def lookup(self, tokens: Tensor, k: int) -> Tensor:
-        """Contribution of tokens `[B, s, s]` of scale k to the latent, float32 `[B, C, R, G]`."""
+        """Contribution of tokens `[B, s, s]` or `[B, s*s]` of scale k to the latent, float32 `[B, C, R, G]`."""
+        tokens = tokens.reshape(-1, self.scales[k], self.scales[k])
         return self.upsample(self.embedding(tokens).float().movedim(-1, 1) * self.gain(k), k)
+
+    def spread(self, cells_B1ss: Tensor, k: int) -> Tensor:
+        """The values of the cells of scale k for its tokens, `[B, n]`."""
+        return cells_B1ss.flatten(1)
 
     def quantize(self, f_BCRG: Tensor) -> list[Tensor]:
         """Quantize latents to tokens int64 `[B, s, s]` per scale: each scale quantizes the residual of the earlier ones."""

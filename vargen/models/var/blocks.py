@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vargen.kernels.host import is_hooked
 from vargen.models.attention import attend
+from vargen.models.storage import read_weight
 
 _NORM_EPS = 1e-6
 _SHORTEST = 1e-12  # minimum norm of a query or key that is normalized
@@ -124,19 +125,25 @@ class VARAttention(nn.Module):
         self.register_buffer("zero_k_bias", torch.zeros(dim), persistent=False)
         self.proj = nn.Linear(dim, dim)
 
+    def product(self, x_RTD: Tensor, first: int = 0, last: int = 3) -> Tensor:
+        """Return some of the queries (0), keys (1) and values (2), `[R, T, last - first, H, K]`, before the norm."""
+        bias = torch.cat([self.q_bias, self.zero_k_bias.type_as(self.q_bias), self.v_bias])
+        rows = slice(first * len(self.q_bias), last * len(self.q_bias))
+        if type(self.mat_qkv) is nn.Linear and not is_hooked(self.mat_qkv):
+            weight = self.mat_qkv.weight
+            if last - first < 3:  # weights of torchao's formats are not indexed for nothing
+                weight, bias = weight[rows], bias[rows]
+            fused = F.linear(x_RTD, weight, bias)
+        else:  # also an adapter's layer
+            fused = self.mat_qkv(x_RTD).add_(bias)[..., rows]
+        return fused.unflatten(-1, (last - first, self.n_head, self.head_dim))
+
     def project(self, x_RTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return scaled queries, keys and values, `[R, H, T, K]`."""
-        bias = torch.cat([self.q_bias, self.zero_k_bias.type_as(self.q_bias), self.v_bias])
-        if type(self.mat_qkv) is nn.Linear and not is_hooked(self.mat_qkv):
-            fused = F.linear(x_RTD, self.mat_qkv.weight, bias)
-        else:  # also an adapter's layer
-            fused = self.mat_qkv(x_RTD).add_(bias)
-        fused = fused.unflatten(-1, (3, self.n_head, self.head_dim))
+        fused = self.product(x_RTD)
         q, k, v = fused.permute(2, 0, 3, 1, 4)
         if self.l2_norm:
-            both = fused[:, :, :2].float()
-            both = both / both.norm(dim=-1, keepdim=True).clamp_min(_SHORTEST)
-            q, k = both.permute(2, 0, 3, 1, 4)
+            q, k = to_unit(fused[:, :, :2]).permute(2, 0, 3, 1, 4)
             q = q * self.scale_mul_1H11.clamp_max(MOST_SHARPNESS).exp()
         else:
             q = q * (0.25 / math.sqrt(self.head_dim))
@@ -149,6 +156,12 @@ class VARAttention(nn.Module):
         visible = None if visible is None else visible.type_as(q)
         out = attend(q, k, v, visible, scale=1.0)
         return self.proj(out.transpose(1, 2).flatten(2))
+
+
+def to_unit(x: Tensor) -> Tensor:
+    """Normalize vectors `[..., K]` to length 1, float32."""
+    x = x.float()
+    return x / x.norm(dim=-1, keepdim=True).clamp_min(_SHORTEST)
 
 
 class GELUMLP(nn.Module):
@@ -185,6 +198,22 @@ class VARBlock(nn.Module):
 def modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Apply layer norm without weights, times `scale` (1 already added), plus `shift`."""
     return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=_NORM_EPS), scale)
+
+
+def make_modulation(
+    vector_RD: Tensor, blocks: nn.ModuleList, head_nm: nn.ModuleDict, shared: nn.Module | None = None
+) -> Modulation:
+    """Compute the modulation from condition vectors, by one network for all blocks, `shared`, or by one for each."""
+    if shared is not None:
+        offsets = torch.stack([read_weight(block, "ada_gss").view(1, 6, -1) for block in blocks])
+        found = shared(vector_RD).unflatten(-1, (6, -1)) + offsets
+    else:
+        found = torch.stack([block.ada_lin(vector_RD).unflatten(-1, (6, -1)) for block in blocks])
+    plain = found.new_zeros(6, 1, 1)
+    plain[2:4] = 1
+    found = found.permute(0, 2, 1, 3) + plain  # [depth, 6, R, D]
+    scale, shift = head_nm["ada_lin"](vector_RD).chunk(2, dim=-1)
+    return Modulation(found[:, :, :, None], torch.stack([scale + 1, shift])[:, :, None])
 
 
 def make_caption_mlp(width_in: int, width: int) -> nn.Sequential:

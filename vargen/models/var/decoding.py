@@ -83,8 +83,7 @@ class VARScaleModel(ScaleModel):
         return torch.zeros(batch, self.transformer.config.code_dim, side, side, dtype=torch.float32, device=self.device)
 
     def add(self, canvas: Tensor, tokens: Tensor, scale: int) -> tuple[Tensor, Tensor | None]:
-        side = self.quantiser.scales[scale]
-        canvas = canvas + self.quantiser.lookup(tokens.unflatten(1, (side, side)), scale)
+        canvas = canvas + self.quantiser.lookup(tokens, scale)
         return canvas, self.quantiser.transformer_input(canvas, scale + 1)
 
     def allocate(self, condition: Condition, slots: int, is_guided: bool = True) -> VARState:
@@ -125,8 +124,17 @@ class VARScaleModel(ScaleModel):
             rows = torch.cat(fed, dim=1) if len(fed) > 1 else fed[0] if fed else None
             if rows is not None and len(rows) < cache.rows:
                 rows = rows.repeat(cache.rows // len(rows), 1, 1)
-            out = self.transformer(rows, condition=first, cache=cache, logits_of=1, guidance=strength)
-            return out.logits[..., : self.scale_codes[scale]]
+            return self._run(rows, first, cache, strength, scale)
+
+    def _run(self, rows: Tensor | None, first: Condition | None, cache: Any, strength: Tensor | None, scale: int) -> Tensor:
+        """Run a pass over inputs `[R, T, E]`, with the condition in the first one; returns logits `[B, n, codes]`."""
+        out = self.transformer(rows, condition=first, cache=cache, logits_of=1, guidance=strength)
+        return out.logits[..., : self.scale_codes[scale]]
+
+    def forward_all(self, inputs: Tensor, condition: Condition) -> Tensor:
+        """Run one block-causal pass over all scales, whose inputs `[R, L, E]` are known; guided logits `[B, L, V]`."""
+        strength = self._guidance_ramp if self.guidance.rows_per_image == 2 else None
+        return self.transformer(inputs, condition, guidance=strength).logits
 
     def set_cached(self, state: VARState, scales: int) -> None:
         for cache in (state.cache, state.conditional):

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from vargen.kernels.int8.load import SCALE_PASS, CompiledCode
 from vargen.models.guidance import Condition
 from vargen.models.quantization import replace_linear_layers
-from vargen.models.storage import ModelMixin, QuantizedStorageMixin, read_weight  # noqa: F401
+from vargen.models.storage import ModelMixin, QuantizedStorageMixin  # noqa: F401
 from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512
 from vargen.models.var import int8
-from vargen.models.var.blocks import Modulation, ScaleCache, VARBlock, make_caption_mlp, modulate
+from vargen.models.var.blocks import Modulation, ScaleCache, VARBlock, make_caption_mlp, make_modulation, modulate
 
 # Official scale tables: sides of the scales, by the image size in pixels.
 SCALES = {256: SCALES_256, 512: SCALES_512, 1024: (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64)}
@@ -224,16 +224,9 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
 
     def _last_scale_of(self, inputs: Tensor | None, condition: Condition | None, cache: ScaleCache | None) -> int:
         """Check the arguments of a pass, and return the last scale that it feeds."""
-        first = cache.scale if cache is not None else 0
-        misplaced = condition is None if first == 0 else condition is not None
-        if misplaced or (inputs is None and (cache is None or condition is None)):
-            raise ValueError("pass (inputs, condition), (condition, an empty cache) or (inputs, a cache that holds scales)")
-        fed = (0 if inputs is None else inputs.shape[1]) + (self.ends[0] if condition is not None else 0)
-        end = self.first_token_of(first) + fed
-        for scale, known in enumerate(self.ends):  # comparisons, because torch.compile finds no symbolic size in a list
-            if end == known:
-                return scale
-        raise ValueError(f"inputs must hold whole scales, ending at {', '.join(map(str, self.ends))} tokens, got {end}")
+        if inputs is None and (cache is None or condition is None):
+            raise ValueError(_BAD_PASS)
+        return find_last_scale(self.ends, 0 if cache is None else cache.scale, inputs, condition)
 
     def _embed_inputs(
         self, inputs: Tensor | None, condition: Condition | None, cache: ScaleCache | None, begin: int
@@ -272,16 +265,8 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
 
     def modulation(self, vector_RD: Tensor) -> Modulation:
         """Compute the modulation from condition vectors; see `embed_condition`."""
-        if self.config.shared_aln:
-            offsets = torch.stack([read_weight(block, "ada_gss").view(1, 6, -1) for block in self.blocks])
-            blocks = self.shared_ada_lin(vector_RD).unflatten(-1, (6, -1)) + offsets
-        else:
-            blocks = torch.stack([block.ada_lin(vector_RD).unflatten(-1, (6, -1)) for block in self.blocks])
-        plain = blocks.new_zeros(6, 1, 1)
-        plain[2:4] = 1
-        blocks = blocks.permute(0, 2, 1, 3) + plain  # [depth, 6, R, D]
-        scale, shift = self.head_nm["ada_lin"](vector_RD).chunk(2, dim=-1)
-        return Modulation(blocks[:, :, :, None], torch.stack([scale + 1, shift])[:, :, None])
+        shared = self.shared_ada_lin if self.config.shared_aln else None
+        return make_modulation(vector_RD, self.blocks, self.head_nm, shared)
 
     def _attention_mask(self, first: int, last: int, fed_prefix: int, held_prefix: int, mask: Tensor | None) -> Tensor | None:
         """Return the attention bias, `[T, S]` or `[R, 1, T, S]`, or None if everything is visible.
@@ -300,6 +285,21 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
                 visible = visible | torch.eye(len(fed), len(levels), dtype=torch.bool, device=visible.device)
             visible = visible[:, None]
         return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+
+
+_BAD_PASS = "pass (inputs, condition), (condition, an empty cache) or (inputs, a cache that holds scales)"
+
+
+def find_last_scale(ends: Sequence[int], first: int, inputs: Tensor | None, condition: Condition | None) -> int:
+    """Return the last scale that a pass from scale `first` on feeds, where scales end after `ends` tokens; or ValueError."""
+    if (condition is None if first == 0 else condition is not None) or (inputs is None and condition is None):
+        raise ValueError(_BAD_PASS)
+    fed = (0 if inputs is None else inputs.shape[1]) + (ends[0] if condition is not None else 0)
+    end = (ends[first - 1] if first else 0) + fed
+    for scale, known in enumerate(ends):  # comparisons, because torch.compile finds no symbolic size in a list
+        if end == known:
+            return scale
+    raise ValueError(f"inputs must hold whole scales, ending at {', '.join(map(str, ends))} tokens, got {end}")
 
 
 def official_config(depth: int, pixels: int = 256) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Infinity (Han et al. 2024): text to image, next-scale, where a token is its bits."""
