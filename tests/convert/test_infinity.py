@@ -75,6 +75,7 @@ def test_files_of_other_forms_give_the_same_folder(tmp_path: Path) -> None:
     state, codes = _golden("infinity_a", "infinity"), _golden("infinity_a", "vae")
     swapped = {key: value.reshape(1, 1, -1, 1) if key.endswith("scale_mul_1H11") else value for key, value in state.items()}
     buffers = {key: torch.zeros(64) for key in state if key.endswith("zero_k_bias")}
+    both = {"trainer": {"gpt_fsdp": state, "vae": codes}}
     nested, parts, bare = tmp_path / "ar-ckpt.pth", tmp_path / "infinity_8b_512x512_weights", tmp_path / "bare.pth"
     torch.save({"epoch": 3, "trainer": {"gpt_fsdp": {**swapped, **buffers, **_BUFFERS}, "other": {"a": torch.ones(1)}}}, nested)
     flat = rename_transformer(state)
@@ -85,8 +86,10 @@ def test_files_of_other_forms_give_the_same_folder(tmp_path: Path) -> None:
     weight_map = {key: f"{place % 2}.safetensors" for place, key in enumerate(names)}
     (parts / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     torch.save(rename_tokenizer(codes), bare)
+    torch.save(both, tmp_path / "both.pth")
     expected = _weights(convert_infinity(transformer, vae, tmp_path / "out0"))
-    for number, (one, other) in enumerate([(nested, vae), (parts, bare), (parts / "model.safetensors.index.json", vae)], 1):
+    pairs = [(nested, vae), (parts, bare), (parts / "model.safetensors.index.json", vae), (tmp_path / "both.pth",) * 2]
+    for number, (one, other) in enumerate(pairs, 1):
         folder = convert_infinity(one, other, tmp_path / f"out{number}")
         for found, wanted in zip(_weights(folder), expected, strict=True):
             assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)

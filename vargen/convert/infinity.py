@@ -76,7 +76,7 @@ def convert_infinity(
     with atomic_folder(output) as folder:
         require_inputs(transformer=transformer, vae=vae, text_encoder=text_encoder, tokenizer=tokenizer)
         network = rename_transformer(read_checkpoint(transformer, prefer=_PLACES))
-        codes = rename_tokenizer(read_checkpoint(vae, prefer=_PLACES))
+        codes = rename_tokenizer(read_checkpoint(vae, prefer=_PLACES[::-1]))
         config, vae_config = detect_transformer(network, transformer), detect_tokenizer(codes, vae)
         bits, d = config["code_dim"], vae_config["bits"]
         vae_config["patchify"] = bits == 4 * d
