@@ -24,9 +24,9 @@ from vargen.files import expand_user
 from vargen.folders.json_files import read_config, read_object
 from vargen.folders.networks import WEIGHTS_STEM, NetworkFolder
 from vargen.folders.tokenizers import TokenizerFolder
-from vargen.kernels.int8.load import find_compiled_blocker
 from vargen.models.quantization import quantize_weights_on_gpu, validate_quantization
 from vargen.models.storage import load_network
+from vargen.pipelines.default_format import default_quantization
 from vargen.pipelines.families import FAMILIES, STORED_VALUES, ModelFamily, StoredComponent
 from vargen.pipelines.model_names import FETCHING, locate_folder
 from vargen.pipelines.prompts import PromptNames
@@ -208,16 +208,6 @@ def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dty
         if sum(math.prod(info.shape) for file in files for info in read_header(file).values()) < SMALL_NETWORK:
             return torch.float32
     return preferred_dtype(device)
-
-
-def default_quantization(folder: Path) -> str | None:
-    """Return the format in which a folder's transformer runs on a CPU by default.
-
-    It is int8 if its weights are stored so and compiled code runs: by torch operators, 8-bit products may be slow.
-    """
-    config = folder / "transformer" / "config.json"
-    stored = read_object(config).get("weight_format") if config.is_file() else None
-    return "int8" if stored == "int8" and find_compiled_blocker() is None else None
 
 
 def load_components(

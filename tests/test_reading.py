@@ -15,7 +15,7 @@ from PIL import Image
 from rejects import rejects
 
 import vargen
-from vargen.cli.common import read_source
+from vargen.cli.inputs import read_source
 from vargen.eval.run import UnreadableImageError, list_images, read_image
 from vargen.image_metadata import read_parameters
 from vargen.reading import FORMATS, ImageFileError, on_white, open_image, open_regular

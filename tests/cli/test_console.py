@@ -53,7 +53,7 @@ def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def fail(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr(generate.common, "collect_prompts", fail)
+    monkeypatch.setattr(generate.inputs, "collect_prompts", fail)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
-from vargen.cli.common import read_source
+from vargen.cli.inputs import read_source
 from vargen.eval.features import to_uint8_array
 from vargen.eval.measurement import MetricModels
 from vargen.eval.run import list_images, read_image

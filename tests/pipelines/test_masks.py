@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vargen.cli.common import read_source
+from vargen.cli.inputs import read_source
 from vargen.pipelines.images import read_mask, validate_source
 
 SIDE = 8

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from copy import deepcopy
@@ -22,7 +24,7 @@ from vargen import LlamaGenPipeline, open_pipeline
 from vargen.kernels import dispatch
 from vargen.kernels.int8 import load as cpu_code
 from vargen.models.quantization import linear_layers, quantize_network, quantize_weights_on_gpu, validate_quantization
-from vargen.pipelines.loading import default_quantization
+from vargen.pipelines.default_format import default_quantization
 from vargen.pipelines.regeneration import describe_environment
 
 
@@ -148,6 +150,20 @@ def test_where_no_folder_can_be_written_each_process_compiles(monkeypatch: pytes
     monkeypatch.setattr(cpu_code, "find_compiled_blocker", lambda: None)
     monkeypatch.setattr(cpu_code, "load_modules", lambda names, folder: [folder is None, None])
     assert cpu_code.CompiledCode("int8 passes", "run_token_pass").load() is True
+
+
+@pytest.mark.extended
+def test_code_is_built_before_torch_is_there(folder: Path, tmp_path: Path) -> None:
+    """`vargen generate` starts the compiler, and imports torch beside it."""
+    compiled_passes()
+    program = (
+        "import sys; from pathlib import Path; from vargen.pipelines.default_format import start_compiling\n"
+        "from vargen.kernels.int8.load import TOKEN_PASS\n"
+        "start_compiling(Path(sys.argv[1])); assert TOKEN_PASS._thread and 'torch' not in sys.modules\n"
+        "TOKEN_PASS._thread.join(); assert TOKEN_PASS.is_built()"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program, str(folder)], env=environment, check=True, timeout=300)
 
 
 @pytest.mark.parametrize("changed", ["cpu_instructions", "instruction_set"])

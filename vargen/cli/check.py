@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vargen import __version__
-from vargen.cli import common
+from vargen.cli import common, inputs
 from vargen.cli.common import OutputFile
 from vargen.cli.console import print_status, progress_bar, table, to_json
 
@@ -60,7 +60,7 @@ def check(
         raise ValueError(f"output must be a folder, got the file {str(folder)!r}")
     common.validate_writable(folder)
     common.check_outputs(ctx.params | {"output": None}, {"output": [OutputFile(folder / name) for name in FILES]})
-    prompts = common.read_prompts(prompt_file)[:_SUBJECTS] if prompt_file else None
+    prompts = inputs.read_prompts(prompt_file)[:_SUBJECTS] if prompt_file else None
     inspected = common.inspect(ctx, model)
     if inspected.is_class_conditional and prompts:
         raise ValueError("prompt_file must be left out: this model generates classes")
@@ -92,7 +92,7 @@ def select_subjects(pipe: VisualPipeline, prompts: list[str] | None) -> list[Any
     if pipe.is_class_conditional:
         count = min(_SUBJECTS, pipe.num_classes)
         return [number * pipe.num_classes // count for number in range(count)]
-    return prompts or common.read_prompts(None)[:_SUBJECTS]
+    return prompts or inputs.read_prompts(None)[:_SUBJECTS]
 
 
 def describe_run(

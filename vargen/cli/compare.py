@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vargen.cli import common
+from vargen.cli import common, inputs
 from vargen.cli.common import OutputFile, image_option, video_option
 from vargen.cli.console import print_status, progress_bar, table
 
@@ -54,7 +54,7 @@ def compare(
     (file,) = common.resolve_outputs(output, ["comparison"])
     sampling = common.chosen(ctx, common.SAMPLING)
     common.check_outputs(ctx.params, {"output": [file]})
-    prompts = common.read_prompts(prompt_file)
+    prompts = inputs.read_prompts(prompt_file)
     inspected = common.inspect(ctx, model)
     if methods is not None:
         select_methods(inspected, methods)  # before weights are read
@@ -75,7 +75,7 @@ def compare(
         raise ValueError("model must generate from text, and this one generates classes")
     pipe = open_pipeline(inspected.folder, **machine)
     selected = select_methods(pipe, methods)
-    common.report_emoji_names(pipe, prompts)
+    inputs.report_emoji_names(pipe, prompts)
     with progress_bar("batches") as show:
         comparison = compare_methods(pipe, prompts, selected, batch_size, seed, sampling, show)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from vargen.cli import common
+from vargen.cli import common, inputs
 from vargen.cli.common import OutputFile, image_option, machine_option
 from vargen.cli.compare import compare_videos, save_strips, video_table
 from vargen.cli.console import import_libraries, print_status, progress_bar, table, to_json
@@ -179,7 +179,7 @@ def evaluate(
         subjects = select_classes(classes or "each", number, names, seed, num_images or 0)
     else:
         common.reject(ctx, "is for models of classes: give --prompt-file", "classes")
-        records = common.read_prompt_records(prompt_file)
+        records = inputs.read_prompt_records(prompt_file)
         subjects = validate_prompts([record["prompt"] for record in records], "prompts")
     plan = GenerationPlan(
         model=model,
@@ -311,7 +311,7 @@ def evaluate_images(ctx: typer.Context, path: Path) -> None:
     if path.is_file():
         common.reject(ctx, f"is for a folder of images, and {str(path)!r} is a file", "prompt_file", "export_samples")
     else:
-        images = list_images(path, None if prompt_file is None else common.read_prompts(prompt_file))
+        images = list_images(path, None if prompt_file is None else inputs.read_prompts(prompt_file))
     models, reference = load_metrics(ctx, "", None)
     extractor = models.load().get("extractor")
     if not models.scorers and extractor is None and samples is None:
@@ -353,7 +353,7 @@ def evaluate_videos(ctx: typer.Context, model: VisualPipeline, folder: Path) -> 
     from vargen.device import describe_machine
     from vargen.eval.report import video_to_markdown
 
-    prompts, options = common.read_prompts(ctx.params["prompt_file"]), common.chosen(ctx, "scorers", "extractor")
+    prompts, options = inputs.read_prompts(ctx.params["prompt_file"]), common.chosen(ctx, "scorers", "extractor")
     prompts = [prompts[k % len(prompts)] for k in range(ctx.params["num_images"] or len(prompts))]
     found = compare_videos(ctx, model, prompts, **options)
     about = describe_machine()

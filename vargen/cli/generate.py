@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vargen.cli import common
+from vargen.cli import common, inputs
 from vargen.cli.common import MAX_IMAGES, OutputFile, image_option, machine_option, video_option
 from vargen.cli.console import import_libraries, print_json, print_status, progress_bar
 from vargen.reading import open_image
@@ -104,7 +104,7 @@ def generate(
 
     Image k of a run has the seed `seed + k` and does not depend on the others, so it can be reproduced alone.
     """
-    subjects = common.collect_prompts(prompts, prompt_file, class_label)
+    subjects = inputs.collect_prompts(prompts, prompt_file, class_label)
     sampling = common.chosen(ctx, common.SAMPLING)
     if (count := len(subjects) * num_images_per_prompt) > MAX_IMAGES:
         raise ValueError(f"the number of images must be at most {MAX_IMAGES}, got {count}")
@@ -136,7 +136,7 @@ def generate(
     pipe: Any = open_pipeline(inspected.folder, **machine)
     run: dict[str, Any] = {"device": str(machine["device"]), "seconds_load": time.perf_counter() - started}
     if not quiet and not class_label:
-        common.report_emoji_names(pipe, [*subjects, negative_prompt or ""])
+        inputs.report_emoji_names(pipe, [*subjects, negative_prompt or ""])
     records, stats = _generate_batches(ctx, pipe, jobs, 1 if is_video else max(1, batch_size // best_of), call)
     shared = {name: value for name, value in records[-1].items() if name not in _OWN} if records else {}
     if is_video:
@@ -191,7 +191,7 @@ def _image_arguments(ctx: typer.Context, model: Any, place: Any) -> dict[str, An
     if given and model.image_size is None:
         raise ValueError(f"{min(given)} must be left out: only next-scale models, such as emoji-var, start from an image")
     for name in given.keys() - {"strength"}:
-        given[name] = common.read_source(given[name], name, keep_alpha=name == "mask_image")
+        given[name] = inputs.read_source(given[name], name, keep_alpha=name == "mask_image")
     if given:
         image, mask, strength = (given.get(name) for name in ("image", "mask_image", "strength"))
         validate_source(image, mask, strength, model.image_size or 0, model.image_processor)
@@ -222,7 +222,7 @@ def _video_arguments(ctx: typer.Context, model: VisualPipeline, files: list[Outp
     for file in files:
         validate_video_path(file.path, "output")
     start: Any = False if named == "none" else named
-    return {**given, "image": start if image is None else common.read_source(image, "image")}
+    return {**given, "image": start if image is None else inputs.read_source(image, "image")}
 
 
 def _generate_batches(
@@ -297,7 +297,7 @@ def _write_contact_sheet(records: list[dict[str, Any]], file: OutputFile, parame
     from vargen.eval.contact_sheets import contact_sheet
 
     captions = [str(record.get("prompt", record.get("class_label"))) for record in records]
-    images = [common.read_source(Path(record["file"]), "output") for record in records]
+    images = [inputs.read_source(Path(record["file"]), "output") for record in records]
     print_status(f"wrote {common.save_image(contact_sheet(images, captions), file, parameters)}")
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vargen.cli import common
+from vargen.cli import common, inputs
 from vargen.cli.console import import_libraries, print_json, print_status
 from vargen.device import select_device, set_threads
 
@@ -125,7 +125,7 @@ def train_router(
     from vargen.pipelines.loading import open_pipeline, read_model_folder
     from vargen.training.router import RouterConfig, train_router
 
-    config, prompts = RouterConfig(blocks, tuple(seed or (0,)), exit_step), common.read_prompts(prompt_file)
+    config, prompts = RouterConfig(blocks, tuple(seed or (0,)), exit_step), inputs.read_prompts(prompt_file)
     run, place = output or Path("runs/router"), select_device(device)
     pipe = open_pipeline(read_model_folder(model, CAUSAL_VIDEO).path).to(place)
     print_json({"router": str(run / "router"), **train_router(config, pipe, prompts, run)})

@@ -30,7 +30,8 @@ from vargen.device import describe_place, set_threads
 from vargen.eval.run_directory import ManifestWriter, Record, RunDirectory, describe_write_error, file_digest, hash_files
 from vargen.files import atomic_file
 from vargen.models.quantization import validate_quantization
-from vargen.pipelines.loading import default_quantization, inspect_model, open_pipeline
+from vargen.pipelines.default_format import default_quantization
+from vargen.pipelines.loading import inspect_model, open_pipeline
 from vargen.pipelines.validation import (
     MAX_IMAGES,
     resolve_class_labels,
