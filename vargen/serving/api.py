@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
@@ -12,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -26,21 +24,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vargen import __version__
 from vargen.pipelines import validation
 from vargen.serving.engine import GenerationThread
-from vargen.serving.tasks import Generated, QueueFullError, ServiceClosedError, TaskHandle, TaskLostError
-from vargen.values import MAX_SEED, describe_invalid, short_repr
-
-logger = logging.getLogger("vargen")
+from vargen.serving.errors import APIError, ClientGoneError, add_error_handlers, refuse
+from vargen.serving.tasks import Generated, TaskHandle
+from vargen.values import MAX_SEED, short_repr
 
 KEPT_BYTES = 64 * 2**20  # of images with an address, or of videos, in memory
 _BODY_BYTES, _UPLOAD_BYTES = 64 * 1024, 8 * 2**20  # of a body without and with images
 _CLOSE = {"Connection": "close"}  # because the body is not read, or not to its end
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
-_PHRASES = {
-    404: ("There is no such endpoint.", "not_found"),
-    405: ("This endpoint does not take this method.", None),
-    408: ("The body did not arrive in time.", "timeout"),
-    413: ("The body is too large.", "request_too_large"),
-}
 _OTHER_MODELS = {  # what a model may be unable to do, and one that can
     "/v1/images/generations": ("generate images", "emoji"),
     "/v1/images/edits": ("edit images", "emoji-var"),
@@ -102,82 +93,6 @@ class ModelCard:
     def size_name(self) -> str:
         """The size as OpenAI's clients write it."""
         return f"{self.size[0]}x{self.size[1]}"
-
-
-class APIError(HTTPException):
-    """An error that a client sees; `code` is its name, and `param` the field that caused it."""
-
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None, headers: Any = None):
-        super().__init__(status, message, headers)
-        self.code, self.param = code, param
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The error as OpenAI's clients read it."""
-        kind = "invalid_request_error" if self.status_code < 500 else "server_error"
-        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status_code, kind)
-        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
-
-
-class ClientGoneError(Exception):
-    """The client closed the connection."""
-
-
-_KNOWN: dict[type[BaseException], tuple[Any, ...]] = {
-    ServiceClosedError: (503, "The server is shutting down.", "shutting_down", None, {"Retry-After": "5"}),
-    TimeoutError: (504, "The request took too long, and was cancelled.", "timeout"),
-    TaskLostError: (503, "The process that generated the image ended. Try again.", "replica_lost"),
-    ClientGoneError: (499, "The client closed the connection."),  # which nobody reads
-}
-
-
-def refuse(param: str, message: str, code: str = "invalid_value") -> APIError:
-    """Return the error for an invalid field; the message begins with the name of the field."""
-    return APIError(400, f"{param} {message}.", code, param)
-
-
-def to_api_error(error: BaseException) -> APIError:
-    """Return what a client is told about an exception of a task or of the server."""
-    if isinstance(error, APIError):
-        return error
-    if isinstance(error, HTTPException):
-        message, code = _PHRASES.get(error.status_code, ("The request is malformed.", None))
-        return APIError(error.status_code, message, code, headers=error.headers)
-    if isinstance(error, RequestValidationError | ValidationError):
-        return _describe_invalid_body(error.errors()[0])
-    if isinstance(error, QueueFullError):
-        wait = {"Retry-After": str(error.retry_after)}
-        return APIError(429, "Too many images wait. Try again later.", "rate_limit_exceeded", headers=wait)
-    if type(error) in _KNOWN:
-        return APIError(*_KNOWN[type(error)])
-    logger.error("a request failed: %s: %s", type(error).__name__, error)
-    return APIError(500, "The generation failed; the server's log has the reason.", "generation_failed")
-
-
-def _describe_invalid_body(found: Mapping[str, Any]) -> APIError:
-    """Return the error for a field that is not as its model says."""
-    place = [
-        ascii(part)[1:-1] if isinstance(part, str) else str(part) for part in found["loc"] if part not in ("body", "query")
-    ]
-    if found["type"] == "json_invalid" or not place:
-        return APIError(400, "The body must be a JSON object in UTF-8.", "invalid_json")
-    name = place[0][:80]
-    if found["type"] == "missing":
-        return refuse(name, "is missing", "missing_required_parameter")
-    if found["type"] == "extra_forbidden":
-        return refuse(name, "is no field of this request", "unknown_parameter")
-    return refuse(name, describe_invalid(found))
-
-
-def add_error_handlers(app: FastAPI) -> None:
-    """Answer all errors in OpenAI's shape; those that are named here are no errors of the server."""
-
-    async def answer(_: Request, error: Exception) -> JSONResponse:
-        found = to_api_error(error)
-        return JSONResponse(found.body, found.status_code, found.headers)
-
-    for kind in (*_KNOWN, QueueFullError, HTTPException, RequestValidationError, ValidationError, Exception):
-        app.add_exception_handler(kind, answer)
 
 
 class Body(BaseModel, strict=True, extra="forbid"):

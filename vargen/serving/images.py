@@ -17,8 +17,9 @@ from pydantic import Field
 
 from vargen.decoding import Sampling
 from vargen.reading import on_white, open_image
-from vargen.serving.api import APIError, Body, Job, ModelCard, RequestLimits, StreamedBody, keep, refuse, to_api_error
+from vargen.serving.api import Body, Job, ModelCard, RequestLimits, StreamedBody, keep
 from vargen.serving.engine import GenerationThread
+from vargen.serving.errors import APIError, refuse, to_api_error
 from vargen.serving.tasks import Generated, ImageTask, PartialImage
 from vargen.values import short_repr
 

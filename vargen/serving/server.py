@@ -25,8 +25,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from vargen.decoding import Sampling
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.causal_video import CausalVideoPipeline
-from vargen.serving.api import APIError, ModelCard, RequestLimits
+from vargen.serving.api import ModelCard, RequestLimits
 from vargen.serving.engine import GenerationThread
+from vargen.serving.errors import APIError
 from vargen.serving.tasks import ImageTask
 
 KEY_VARIABLE = "VARGEN_API_KEY"

@@ -14,19 +14,9 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, ValidationError
 
 from vargen.mp4 import Mp4Writer, import_av
-from vargen.serving.api import (
-    KEPT_BYTES,
-    APIError,
-    Body,
-    Job,
-    ModelCard,
-    RequestLimits,
-    StreamedBody,
-    keep,
-    refuse,
-    to_api_error,
-)
+from vargen.serving.api import KEPT_BYTES, Body, Job, ModelCard, RequestLimits, StreamedBody, keep
 from vargen.serving.engine import GenerationThread
+from vargen.serving.errors import APIError, refuse, to_api_error
 from vargen.serving.tasks import Begun, VideoTask
 
 _MAX_JOBS = 256  # finished ones that are kept
