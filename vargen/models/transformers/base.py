@@ -87,7 +87,7 @@ class ImageLanguageModel:
         processor_name, tokenizer_names, image_processor_name: classes of its processor and parts; the usual tokenizer first.
         special_tokens: names of the special tokens that its prompts need.
         uses_template: whether prompts pass through the chat template of the processor.
-        guidance_scale, temperature, top_k, top_p: defaults of the published model.
+        guidance_scale, temperature, top_k, top_p, min_p: defaults of the published model.
         guided: whether it has unconditional rows.
         has_pixels: whether it decodes its tokens to images itself.
         options: names of further arguments of the constructor.
@@ -112,6 +112,7 @@ class ImageLanguageModel:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
     guided: bool = True
     has_pixels: bool = True
     options: tuple[str, ...] = ()
@@ -166,8 +167,8 @@ class ImageLanguageModel:
 
     @property
     def default_sampling(self) -> dict[str, Any]:
-        """Guidance scale, temperature, top-k and top-p of the published model; a top-k beyond the vocabulary keeps all."""
-        values = {name: getattr(self, name) for name in ("guidance_scale", "temperature", "top_k", "top_p")}
+        """Guidance scale, temperature and filters of the published model; a top-k beyond the vocabulary keeps all."""
+        values = {name: getattr(self, name) for name in ("guidance_scale", "temperature", "top_k", "top_p", "min_p")}
         if self.top_k is not None and self.top_k > self.vocab:
             values["top_k"] = None
         return values
