@@ -141,3 +141,22 @@ def make_glm(codes: int = 24, seed: int = 0, **changed: Any) -> tuple[Any, Any]:
     tokenizer = make_tokenizer(PreTrainedTokenizerFast, image_token="<image>", grid_bos_token="<boi>", grid_eos_token="<eoi>")
     template = "{% for m in messages %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}{% endfor %}"
     return randomize(model, seed), GlmImageProcessor(GlmImageImageProcessor(), tokenizer, chat_template=template)
+
+
+CAUSAL_MARKS = {"liquid": ("<boi>", "<unconditional>"), "simplear": ("<|t2i|>", "<|soi|>"), "tar": ("<S0>", "<S1>", "<S2>")}
+
+
+def make_causal(name: str, codes: int = 24, seed: int = 0, **changed: Any) -> tuple[Any, Any]:
+    """A causal language model with image tokens: Liquid, SimpleAR or Tar by its marks, else one of text; and its tokenizer."""
+    from transformers import GemmaConfig, GemmaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = make_tokenizer(PreTrainedTokenizerFast)
+    marks = [*CAUSAL_MARKS.get(name, ()), "<|im_start|>", "<|im_end|>", "<im_start>"]
+    names = [f"<I{number}>" for number in range(codes)] if name == "tar" else []
+    tokenizer.add_tokens([*marks, *names], special_tokens=True)
+    vocab = len(tokenizer) + (0 if name == "tar" else codes)
+    config = text_config(**{"vocab_size": vocab, "hidden_act": "silu", "tie_word_embeddings": False, **changed})
+    if name == "liquid":
+        config |= {"head_dim": 8, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+        return randomize(GemmaForCausalLM(GemmaConfig(**config)), seed, 0.8), tokenizer
+    return randomize(Qwen2ForCausalLM(Qwen2Config(**config)), seed, 0.8), tokenizer
