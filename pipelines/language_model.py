@@ -280,9 +280,10 @@ def _read_folder(
     found = OTHER_NAMES.get(found or "", found)
     if found not in MODELS and found not in NETWORKS:
         raise ValueError(f"{file} describes a {found!r}; vargen runs {', '.join((*MODELS, *NETWORKS))}")
-    validate_release(MODELS.get(found, CausalLanguageModel))
-    tokenizer = load_tokenizer(folder, CausalLanguageModel.processor_name) if found in NETWORKS else None
-    stored = StoredNetwork(folder, NETWORKS[found] if found in NETWORKS else MODELS[found].stored)
+    kind = MODELS.get(found, CausalLanguageModel)
+    validate_release(kind)
+    tokenizer = load_tokenizer(folder, kind.processor_name) if issubclass(kind, CausalLanguageModel) else None
+    stored = StoredNetwork(folder, NETWORKS.get(found) or kind.stored)
     try:
         described = describe_language_model(stored.network, tokenizer, size=size, negative_format=negative_format)
         validate_network(described)

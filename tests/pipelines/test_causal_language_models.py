@@ -88,7 +88,8 @@ def test_defaults_are_those_of_the_published_models(pipe: Any) -> None:
     assert pipe.default_sampling == expected, "tiny models have fewer tokens than top-k"
     sizes = {each.name: (each.codes, each.published_size, each.top_k) for each in causal.IMAGE_MODELS}
     assert sizes == {
-        "Liquid": (8192, (32, 32), 4096), "SimpleAR": (64_000, (64, 64), None), "Tar": (65_536, (27, 27), 1200)
+        "Liquid": (8192, (32, 32), 4096), "SimpleAR": (64_000, (64, 64), None), "Tar": (0, (27, 27), 1200),
+        "X-Omni": (0, (72, 72), None),
     }  # fmt: skip
 
 

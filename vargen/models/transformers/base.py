@@ -134,18 +134,21 @@ class ImageLanguageModel:
         """Embeddings `[R, T, D]` of image tokens `[R, T]`."""
         return self.model.get_input_embeddings()(tokens if self.ids is None else self.ids[tokens])
 
+    @property
+    def head_rows(self) -> Tensor | slice:
+        """Which outputs of the model's head are the image tokens."""
+        return slice(self.vocab) if self.ids is None else self.ids
+
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[R, T, V]` of image tokens, whose weights are all that is read of the model's head."""
         if self._head is None:
-            ids = slice(self.vocab) if self.ids is None else self.ids
             with torch.inference_mode(False):  # it may be used elsewhere later
-                self._head = make_sliced_head(self.model.get_output_embeddings(), ids)
+                self._head = make_sliced_head(self.model.get_output_embeddings(), self.head_rows)
         return self._head(hidden)
 
     def head_layers(self) -> list[tuple[Tensor, Tensor | None]]:
         """Weights `[N, C]` and biases `[N]` of the layers of `head`, with a GELU between two."""
-        layer = self.model.get_output_embeddings()
-        ids = slice(self.vocab) if self.ids is None else self.ids
+        layer, ids = self.model.get_output_embeddings(), self.head_rows
         bias = getattr(layer, "bias", None)
         return [(layer.weight.detach()[ids], None if bias is None else bias.detach()[ids])]
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vargen.folders.transformers_networks import NetworkKind
 from vargen.models.transformers.base import ImageLanguageModel, PromptRows, pad_prompts, validate_size
@@ -20,8 +21,8 @@ OTHER_NAMES = {"SimpARForCausalLM": "Qwen2ForCausalLM"}
 
 
 def network_name(model: Any) -> str:
-    """Return which of the classes of `NETWORKS` a model is of."""
-    return next(each.__name__ for each in type(model).__mro__ if each.__name__ in NETWORKS)
+    """Return which of the classes of `NETWORKS`, or of our own, a model is of."""
+    return next(each.__name__ for each in type(model).__mro__ if each.__name__ in (*NETWORKS, "XOmniForCausalLM"))
 
 
 class CausalLanguageModel(ImageLanguageModel):
@@ -36,7 +37,8 @@ class CausalLanguageModel(ImageLanguageModel):
     Attributes:
         name: of the image model.
         marks: special tokens by which its tokenizer is known.
-        codes: the most image tokens that it has.
+        codes: the most image tokens behind those of the tokenizer.
+        token_format: or else their names in the tokenizer, by number.
         published_size: default of `size`.
         prompt_format, negative_format: text of a prompt, and of a negative one, around the place `{}`.
         blank: text of the unconditional rows without a negative prompt.
@@ -49,7 +51,8 @@ class CausalLanguageModel(ImageLanguageModel):
     options = ("size",)
     name = ""
     marks: tuple[str, ...] = ()
-    codes: int
+    codes = 0
+    token_format = ""
     published_size = (1, 1)
     prompt_format = negative_format = "{}"
     blank = ""
@@ -65,11 +68,19 @@ class CausalLanguageModel(ImageLanguageModel):
         self.vocab = last - first
 
     def find_ids(self, tokenizer: Any, embedded: int) -> tuple[int, int]:
-        """Return the first image token and the one after the last: the embeddings behind those of the tokenizer."""
+        """Return the first image token and the one after the last: by their names, or the embeddings behind the tokenizer's."""
         first = len(tokenizer)
-        if embedded <= first:
+        if not self.token_format and embedded <= first:
             raise ValueError(f"model must embed image tokens beside the {first} of its tokenizer, got {embedded} embeddings")
-        return first, min(first + self.codes, embedded)
+        if not self.token_format:
+            return first, min(first + self.codes, embedded)
+        known, count = tokenizer.get_vocab(), 0
+        first = known[self.token_format.format(0)]
+        while known.get(self.token_format.format(count)) == first + count and first + count < embedded:
+            count += 1
+        if (name := self.token_format.format(count)) in known:
+            raise ValueError(f"processor must have consecutive ids of image tokens, got {known[name]} for {name}")
+        return first, first + count
 
     def format_prompt(self, prompt: str) -> str:
         """Return the text of a prompt."""
@@ -122,7 +133,7 @@ class Tar(CausalLanguageModel):
     """
 
     class_name, name, marks = "Qwen2ForCausalLM", "Tar", ("<I0>", "<S0>")
-    codes, published_size = 65_536, (27, 27)
+    published_size, token_format = (27, 27), "<I{}>"
     prompt_format = (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
         "<im_start>"
@@ -135,20 +146,55 @@ class Tar(CausalLanguageModel):
         if self.size not in self.scales:
             raise ValueError(f"size must be one of {', '.join(map(str, self.scales))} for Tar, got {self.size}")
 
-    def find_ids(self, tokenizer: Any, embedded: int) -> tuple[int, int]:
-        known = tokenizer.get_vocab()
-        first, count = known["<I0>"], 0
-        while known.get(f"<I{count}>") == first + count and first + count < embedded:
-            count += 1
-        if f"<I{count}>" in known:
-            raise ValueError(f"processor must have consecutive ids of image tokens, got {known[f'<I{count}>']} for <I{count}>")
-        return first, first + count
-
     def format_prompt(self, prompt: str) -> str:
         return f"{super().format_prompt(prompt)}<S{self.scales.index(self.size)}>"
 
 
-IMAGE_MODELS: tuple[type[CausalLanguageModel], ...] = (Liquid, SimpleAR, Tar)
+def _own_network() -> Any:
+    from vargen.models.transformers.x_omni import XOmniForCausalLM
+
+    return XOmniForCausalLM
+
+
+class XOmni(CausalLanguageModel):
+    """X-Omni 7B (arXiv 2507.22058): Qwen2.5 with layers, embeddings and a head for image tokens alone; see `x_omni`."""
+
+    class_name, name, marks = "XOmniForCausalLM", "X-Omni", ("<SOM>", "<IMAGE>", "<MM-Token-0>")
+    stored = NetworkKind(
+        class_name,
+        "x-omni",
+        renamed=(
+            (r"^model\.lm_embed_tokens\.", "model.embed_tokens.text."),
+            (r"^model\.mm_embed_tokens\.", "model.embed_tokens.image."),
+            (r"^model\.lm_norm\.", "model.norm.text."),
+            (r"^model\.mm_norm\.", "model.norm.image."),
+        ),
+        ignored=(r"^lm_head\.",),
+        own=_own_network,
+        more=("mm_vocab_size", "image_vocab_size", "num_mm_adap_layers", "num_mm_head_layers"),
+    )
+    published_size, token_format = (72, 72), "<MM-Token-{}>"
+    guided, min_p = False, 0.03
+
+    def __init__(self, model: Any, tokenizer: Any = None, size: tuple[int, int] | None = None):
+        if not isinstance(model, _own_network()):
+            raise TypeError("model must be an X-Omni that vargen.open_pipeline opened, got one with code of its own")
+        super().__init__(model, tokenizer, size)
+
+    @property
+    def head_rows(self) -> Tensor | slice:
+        rows = super().head_rows
+        return rows if isinstance(rows, slice) else rows - self.model.config.vocab_size
+
+    def format_prompt(self, prompt: str) -> str:
+        return f"{prompt}<SOM>{self.size[0]} {self.size[1]}<IMAGE>"
+
+    @property
+    def head_settings(self) -> dict[str, Any]:
+        raise ValueError("draft heads must be left out: the states of X-Omni also say which tokens are image tokens")
+
+
+IMAGE_MODELS: tuple[type[CausalLanguageModel], ...] = (Liquid, SimpleAR, Tar, XOmni)
 
 
 def find_image_model(class_name: str, tokenizer: Any) -> type[CausalLanguageModel]:

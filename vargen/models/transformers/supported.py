@@ -19,7 +19,7 @@ from vargen.decoding import LowResModel
 from vargen.folders.transformers_networks import NetworkKind
 from vargen.models.storage import read_weight
 from vargen.models.transformers.base import ImageLanguageModel, PromptRows, pad_prompts, tokenize, validate_size
-from vargen.models.transformers.causal import NETWORKS, CausalLanguageModel, find_image_model, network_name
+from vargen.models.transformers.causal import NETWORKS, CausalLanguageModel, XOmni, find_image_model, network_name
 from vargen.values import short_repr
 from vargen.weight_files import weights_digest
 
@@ -274,7 +274,7 @@ class GLMImage(ImageLanguageModel):
         return grid.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
 
 
-MODELS: dict[str, type[ImageLanguageModel]] = {each.class_name: each for each in (Janus, Emu3, GLMImage, Chameleon)}
+MODELS: dict[str, type[ImageLanguageModel]] = {each.class_name: each for each in (Janus, Emu3, GLMImage, Chameleon, XOmni)}
 
 
 def validate_release(language_model: type[ImageLanguageModel]) -> None:
@@ -301,7 +301,7 @@ def describe_language_model(model: Any, processor: Any = None, **options: Any) -
         raise TypeError(f"model must be one of {', '.join(MODELS)} of transformers, got {short_repr(type(model).__name__)}")
     validate_release(found)
     given = {name: value for name, value in options.items() if value is not None}
-    if found is CausalLanguageModel and processor is not None:
+    if issubclass(found, CausalLanguageModel) and processor is not None:
         found, given["tokenizer"] = find_image_model(network_name(model), processor), processor
     for name, value in given.items():
         if name not in (*found.options, "tokenizer"):
