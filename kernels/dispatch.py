@@ -167,11 +167,12 @@ def _check_sampler(device: torch.device) -> str | None:
     from vargen.kernels.triton.sampler import probs_from_logits, sample_gumbel_max
 
     logits = torch.randn(2, 3, 4096, generator=torch.Generator().manual_seed(0), dtype=torch.float32) * 3
-    expected = filter_logits(logits.double() / 0.8, 50, 0.9).softmax(-1)
+    expected = filter_logits(logits.double() / 0.8, 50, 0.9, 0.01).softmax(-1)
     noise = torch.tensor([1, 2], device=device), torch.arange(3, device=device).expand(2, -1)
-    options = (0.8, torch.float32), (50, torch.int64), (0.9, torch.float64)  # temperature, top-k, top-p
-    temperature, top_k, top_p = (torch.full((2,), value, dtype=dtype, device=device) for value, dtype in options)
-    probs = probs_from_logits(logits.to(device), temperature, top_k, top_p, True)
+    options = (0.8, torch.float32), (50, torch.int64), (0.9, torch.float64), (0.01, torch.float64)
+    given = (torch.full((2,), value, dtype=dtype, device=device) for value, dtype in options)
+    temperature, top_k, top_p, min_p = given
+    probs = probs_from_logits(logits.to(device), temperature, top_k, top_p, min_p, True)
     if not torch.equal(probs.cpu() > 0, expected > 0):
         return "other tokens are kept"
     off = (probs.cpu().double() - expected).abs().max()

@@ -1,8 +1,8 @@
 """Operations of a pass by what is fastest on their device: Triton, torch or NumPy.
 
-Logits become probabilities by temperature, top-k, top-p and softmax, in this order. Gumbel-max sampling needs one random number
-for each token of the vocabulary. Where a sample need not be coupled with another one, one uniform for each row suffices: the
-cumulative sum is inverted in two steps, and only the sums of blocks are accumulated over the whole row.
+Logits become probabilities by temperature, top-k, top-p, min-p and softmax, in this order. Gumbel-max sampling needs one random
+number for each token of the vocabulary. Where a sample need not be coupled with another one, one uniform for each row suffices:
+the cumulative sum is inverted in two steps, and only the sums of blocks are accumulated over the whole row.
 
 On a CPU, NumPy selects and sorts several times as fast as torch. Torch's flash attention kernel for CPUs is optimized for many
 queries: without AVX-512, two matrix products and a softmax are faster for few (explicit attention). A linear layer `x W^T` with
@@ -148,11 +148,11 @@ def pack_bits(ancestors: Tensor) -> Tensor:
 # -- logits to probabilities ------------------------------------------------------------------------------------------------
 
 
-def probs_from_logits(logits: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
+def probs_from_logits(logits: Tensor, temperature: float, top_k: int | None, top_p: float, min_p: float = 0.0) -> Tensor:
     """Probabilities, float32 `[..., V]`, from logits `[..., V]`; a temperature of 0 is greedy."""
     temperature = max(temperature, MIN_TEMPERATURE)
     if is_eager_cpu(logits) and not supports_rows(logits):
-        return filter_logits(logits.float() / temperature, top_k, top_p).softmax(-1)
+        return filter_logits(logits.float() / temperature, top_k, top_p, min_p).softmax(-1)
     V = logits.shape[-1]
     k, p = top_k or V, top_p if top_p < 1 else KEEP_ALL
 
@@ -160,11 +160,16 @@ def probs_from_logits(logits: Tensor, temperature: float, top_k: int | None, top
         return torch.full((1, 1, 1), value, dtype=dtype, device=logits.device)
 
     options = option(temperature, torch.float32), option(k, torch.int64), option(p, torch.float64)
-    return probs_by_image(logits.reshape(1, -1, V), *options, k < V or p < 1).view(logits.shape)
+    least = option(min_p, torch.float64) if min_p > 0 else None
+    return probs_by_image(logits.reshape(1, -1, V), *options, least, k < V or p < 1 or min_p > 0).view(logits.shape)
 
 
-def probs_by_image(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, filters: bool) -> Tensor:
+def probs_by_image(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None, filters: bool
+) -> Tensor:
     """Probabilities, float32 `[B, T, V]`, from logits `[B, T, V]` and options `[B, 1, 1]`, without waiting for a device.
+
+    `min_p` is None if no image has that filter, and `filters` False if none has any.
 
     Sums of top-p run in float64 from the largest value down, so that they depend neither on `top_k` nor on rounding that
     differs from row to row.
@@ -172,9 +177,10 @@ def probs_by_image(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Te
     if supports_rows(logits):
         from vargen.kernels.triton import sampler
 
-        return sampler.probs_from_logits(logits, temperature, top_k, top_p, filters)
+        return sampler.probs_from_logits(logits, temperature, top_k, top_p, min_p, filters)
     if is_eager_cpu(logits):
-        return _probs_by_group(logits, temperature, top_k, top_p)
+        options = temperature, top_k, top_p
+        return _probs_by_group(logits, *options, *(() if min_p is None else (min_p,)))
     scaled = logits.float() / temperature
     if not filters:
         return scaled.softmax(-1)
@@ -183,6 +189,8 @@ def probs_by_image(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Te
     sums = (ordered - ordered[..., :1]).double().exp().cumsum(-1)
     before = (sums <= top_p * sums.gather(-1, last)).sum(-1, keepdim=True)
     least = ordered.gather(-1, torch.minimum(before, last))
+    if min_p is not None:
+        least = torch.maximum(least, ordered[..., :1] + min_p.log().float())
     return torch.where(scaled < least, float("-inf"), scaled).softmax(-1)
 
 
@@ -199,13 +207,18 @@ def _probs_by_group(logits: Tensor, *options: Tensor) -> Tensor:
     return probs
 
 
-def filter_logits(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
+def filter_logits(logits: Tensor, top_k: int | None, top_p: float, min_p: float = 0.0) -> Tensor:
     """Set the logits `[..., V]` that the filters remove to -inf.
 
     top-k keeps all values that are at least the k-th largest. top-p then keeps the most probable tokens until their sum exceeds
-    p, including the one that crosses it. Ties are kept in both cases, so the result depends on values and not on the order of
-    equal values in a sort.
+    p, including the one that crosses it. min-p then keeps those that are at least `min_p` times as probable as the most
+    probable one (Nguyen et al. 2024, arXiv 2407.01082). Ties are kept in all cases, so the result depends on values and not on
+    the order of equal values in a sort.
     """
+    if min_p > 0:
+        kept_before = filter_logits(logits, top_k, top_p)
+        least = logits.amax(-1, keepdim=True) + math.log(min_p)
+        return torch.where(logits < least, float("-inf"), kept_before)
     kept = min(top_k or logits.shape[-1], logits.shape[-1])
     if top_p < 1.0:
         ordered = top_k_sorted(logits, kept)

@@ -71,7 +71,7 @@ def sample_rows(
     Neither the probabilities nor the noise of all tokens of the vocabulary are computed.
 
     Args:
-        options: temperature, top-k and top-p of each image, as `ops.probs_by_image` takes them.
+        options: temperature, top-k and top-p of each image, as `ops.probs_by_image` takes them; none has min-p.
         drafted: int64 `[B, T - 1]`, accepted where they equal the sampled ones; None: none.
     """
     if noise is None or (compiled := compiled_steps(logits)) is None:
@@ -92,7 +92,7 @@ def sample_rows(
         at = slice(image, image + 1), slice(slot, slot + 1)
         row, one = logits[at], (seeds[at[0]], position[at])
         temperature, top_k, top_p = (each[at[0]] for each in options)
-        probs = ops.probs_by_image(row, temperature, top_k, top_p, True)
+        probs = ops.probs_by_image(row, temperature, top_k, top_p, None, True)
         found.sums[image, slot] = row.sum(dtype=torch.float32)
         found.tokens[image, slot] = ops.sample_gumbel_max(probs, *one, partial(sample_exponential, *one, V, purpose))[0, 0]
     return found

@@ -64,7 +64,9 @@ class VisualPipeline(StoredPipeline):
     default_method: Any = DEFAULT_METHOD
     summary: Any = None
     joins_running_batch: ClassVar[bool] = False
-    usual_sampling: ClassVar[dict[str, Any]] = {"guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0}
+    usual_sampling: ClassVar[dict[str, Any]] = {
+        "guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0
+    }  # fmt: skip
     model_cpu_offload_seq = "text_encoder->transformer->vqvae"
     _callback_tensor_inputs: ClassVar[list[str]] = ["latents"]
 

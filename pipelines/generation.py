@@ -96,6 +96,7 @@ class ImagePipeline(VisualPipeline):
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
         negative_prompt: str | list[str] | None = None,
         accelerator: str | Accelerator | ScaleSchedule | None = None,
         generator: torch.Generator | list[torch.Generator] | None = None,
@@ -128,7 +129,7 @@ class ImagePipeline(VisualPipeline):
                 one; those of next-scale models, whose passes differ in shape, are generated batch by batch.
             guidance_scale: scale of classifier-free guidance; 1 disables it. In next-scale models it grows linearly over the
                 scales from none to this value; the official `cfg` is this value minus 1. None: the checkpoint's default; so
-                for `temperature` (0 is greedy), `top_k` (0 keeps every token) and `top_p` (in (0, 1]).
+                for `temperature` (0 is greedy), `top_k` (0 keeps every token), `top_p` (in (0, 1]) and `min_p` (in [0, 1]).
             guidance_interval: last decoding step with guidance; None guides all steps. For next-token models.
             negative_prompt: replaces the null caption in guidance; one for all prompts, or one per prompt.
             accelerator: name of a preset (`vargen info presets` lists them), an `Accelerator` or a `ScaleSchedule`. None: the
@@ -166,7 +167,12 @@ class ImagePipeline(VisualPipeline):
         method = self.resolve_method(self.default_method if accelerator is None else accelerator)
         source = validate_source(image, mask_image, strength, self.image_size or 0, self.image_processor)
         guidance, sampling = self.resolve_sampling(
-            guidance_interval, guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p
+            guidance_interval,
+            guidance_scale=guidance_scale,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
         )
         condition, num_prompts = self.encode_condition(
             prompt,

@@ -18,10 +18,12 @@ from vargen.files import atomic_merge, expand_user
 from vargen.folders.json_files import read_config
 from vargen.folders.networks import NetworkFolder
 from vargen.folders.processors import load_processor
+from vargen.folders.tokenizers import load_tokenizer
 from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.guidance import Guidance, to_guidance
 from vargen.models.storage import load_network, require_weights
 from vargen.models.transformers.base import ImageLanguageModel, validate_network
+from vargen.models.transformers.causal import NETWORKS, OTHER_NAMES, CausalLanguageModel
 from vargen.models.transformers.decoding import TransformersTokenModel
 from vargen.models.transformers.int8 import MOST_POSITIONS, Int8Network, quantize_layers, validate_int8, validate_layers
 from vargen.models.transformers.int8_decoding import Int8Parts, Int8TokenModel
@@ -42,7 +44,7 @@ class LanguageModelPipeline(NextTokenPipeline):
 
     Args:
         model: see `vargen.models.transformers.supported`; in evaluation mode. Its weights stay where they are.
-        processor: the model's processor.
+        processor: the model's processor; of a class that text models have, too, its tokenizer.
         draft_model: a smaller model of the same class with the same image tokens, for `accelerator="speculative"`.
         size: rows and columns of the image in tokens, for models that have more than one size. None: the published one.
         negative_format: see `Emu3`, the only model that has one.
@@ -58,7 +60,7 @@ class LanguageModelPipeline(NextTokenPipeline):
         self, model: Any, processor: Any, draft_model: Any = None,
         size: tuple[int, int] | None = None, negative_format: str | None = None, quantization: str | None = None,
     ):  # fmt: skip
-        self._describe = partial(describe_language_model, size=size, negative_format=negative_format)
+        self._describe = partial(describe_language_model, processor=processor, size=size, negative_format=negative_format)
         described = self._describe(model)
         described.validate_processor(processor)
         if draft_model is not None:
@@ -275,12 +277,15 @@ def _read_folder(
         raise ValueError(f"{folder} holds no config.json, so it is not a model of transformers")
     names = read_config(file).get("architectures")
     found = str(names[0]) if isinstance(names, list) and names else None
-    if found not in MODELS:
-        raise ValueError(f"{file} describes a {found!r}; vargen runs {', '.join(MODELS)}")
-    validate_release(MODELS[found])
-    stored = StoredNetwork(folder, MODELS[found].stored)
+    found = OTHER_NAMES.get(found or "", found)
+    if found not in MODELS and found not in NETWORKS:
+        raise ValueError(f"{file} describes a {found!r}; vargen runs {', '.join((*MODELS, *NETWORKS))}")
+    kind = MODELS.get(found, CausalLanguageModel)
+    validate_release(kind)
+    tokenizer = load_tokenizer(folder, kind.processor_name) if issubclass(kind, CausalLanguageModel) else None
+    stored = StoredNetwork(folder, NETWORKS.get(found) or kind.stored)
     try:
-        described = describe_language_model(stored.network, size=size, negative_format=negative_format)
+        described = describe_language_model(stored.network, tokenizer, size=size, negative_format=negative_format)
         validate_network(described)
         _ = described.max_prompt_tokens  # the image fits the context
     except (ValueError, TypeError):

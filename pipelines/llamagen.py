@@ -39,7 +39,7 @@ class LlamaGenPipeline(NextTokenPipeline):
         text_encoder, tokenizer: encoder of prompts (`condition="text"` only).
         draft_transformer: a smaller transformer with the same tokens and conditions, for `accelerator="speculative"`.
         id2label: class names (comma-separated synonyms) by class number (`condition="class"` only).
-        defaults: default sampling settings of this checkpoint (`guidance_scale`, `temperature`, `top_k`, `top_p`).
+        defaults: default sampling settings of this checkpoint (`guidance_scale`, `temperature`, `top_k`, `top_p`, `min_p`).
         prompt_styles: style words in the training captions, such as "flat" in "a red apple, flat style".
         prompt_names: names that replace characters in a prompt, such as "grinning cat" for "😺"; only for models whose training
             captions contain these names. Stored in the model folder as `prompt_names.json`.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vargen.pipelines.base import VisualPipeline
     from vargen.pipelines.generation import ImageRequest
 
-_SAMPLING = ("guidance_scale", "temperature", "top_k", "top_p")
+_SAMPLING = ("guidance_scale", "temperature", "top_k", "top_p", "min_p")
 _SOURCES = {"image": "an image", "mask": "a mask"}
 _UNKNOWN = ("prompt_embeds", "negative_prompt_embeds", "stopped", "method")  # of calls that parameters do not describe
 

@@ -44,7 +44,8 @@ def describe_parameters(parameters: Mapping[str, Any], size: tuple[int, int] | N
     """Return parameters as other image programs show them: prompts and one line of values."""
     names = {
         "Sampler": "accelerator", "CFG scale": "guidance_scale", "Seed": "seed", "Model": "model", "Model hash": "model_digest",
-        "Temperature": "temperature", "Top-k": "top_k", "Top-p": "top_p", "Denoising strength": "strength",
+        "Temperature": "temperature", "Top-k": "top_k", "Top-p": "top_p",
+        "Min-p": "min_p", "Denoising strength": "strength",
     }  # fmt: skip
     values = {title: parameters.get(name) for title, name in names.items()}
     values["Size"] = None if size is None else f"{size[0]}x{size[1]}"

@@ -199,5 +199,11 @@ OPTIONS: dict[str, Option] = {
             range=NumberRange(0.0, 1.0, open_below=True),
             slider=(0.01, 1, 0.01),
         ),
+        Option(
+            "min_p",
+            help="probability, relative to the most probable token, below which tokens are dropped; 0 keeps all",
+            range=NumberRange(0.0, 1.0),
+            slider=(0, 1, 0.01),
+        ),
     )
 }

@@ -1,11 +1,11 @@
 """Sampling from rows of V logits or probabilities, and the noise and the selection that kernels share.
 
-`_filter`, grid `(rows,)`: temperature, top-k, top-p and softmax, in this order. A program owns one row of V logits and keeps it
-in registers. The thresholds of the filters are found exactly by bisection, without sorting: float32 values are ordered like the
-integers of their bits, if the bits of negative values are inverted, so at most 32 steps over these integers find the k-th
-largest. Ties are kept: all logits equal to the k-th largest, and all equal to the one at which the sum of the k most probable
-exceeds p, as in `vargen.kernels.ops.filter_logits`. NaN and infinite logits have probability 0. A row without finite logits
-gets probabilities of 0.
+`_filter`, grid `(rows,)`: temperature, top-k, top-p, min-p and softmax, in this order. A program owns one row of V logits and
+keeps it in registers. The thresholds of the filters are found exactly by bisection, without sorting: float32 values are ordered
+like the integers of their bits, if the bits of negative values are inverted, so at most 32 steps over these integers find the
+k-th largest. Ties are kept: all logits equal to the k-th largest, and all equal to the one at which the sum of the k most
+probable exceeds p, as in `vargen.kernels.ops.filter_logits`. NaN and infinite logits have probability 0. A row without finite
+logits gets probabilities of 0.
 
 `_gumbel_max`, grid `(rows,)`: the token argmax p / E, with the noise that all passes share; ties go to the smallest index.
 
@@ -198,10 +198,12 @@ def _filter(
     temperature_ptr,  # float32 [rows / T]
     k_ptr,  # int64 [rows / T]
     p_ptr,  # float64 [rows / T]
+    min_p_ptr,  # float64 [rows / T]; not read without MIN_P
     T,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     FILTERS: tl.constexpr,
+    MIN_P: tl.constexpr,
 ):
     row = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row // T)
@@ -226,6 +228,8 @@ def _filter(
         total += (k - tl.sum(above.to(tl.int32), 0)) * some  # of exactly k values, without extra ties
         least = find_mass_key(key, weight, least, p * total)
         weight = tl.where(key >= least, weight, 0.0)
+        if MIN_P:  # the largest weight is 1
+            weight = tl.where(weight >= tl.load(min_p_ptr + row // T).to(tl.float32), weight, 0.0)
 
     total = tl.sum(weight, 0)
     total = tl.where(total > 0, total, 1.0)
@@ -259,19 +263,22 @@ def row_options(V: int) -> dict[str, int]:
     return {"V": V, "BLOCK": triton.next_power_of_2(V), "num_warps": 8 if V <= 8192 else 16, "enable_fp_fusion": False}
 
 
-def probs_from_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, filters: bool) -> Tensor:
+def probs_from_logits(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None, filters: bool
+) -> Tensor:
     """Return the probabilities, float32 `[B, T, V]`, of logits `[B, T, V]` of any float dtype.
 
     Args:
-        temperature, top_k, top_p: float32, int64 and float64, B values each: above 0; from 1 to V; above 0, where 1 and more
-            keeps all tokens but those of rounded sums, and 2 all.
-        filters: whether any image has a filter; otherwise `top_k` and `top_p` are not read.
+        temperature, top_k, top_p, min_p: float32, int64, float64 and float64, B values each: above 0; from 1 to V; above 0,
+            where 1 and more keeps all tokens but those of rounded sums, and 2 all; from 0 to 1, or None: no image has it.
+        filters: whether any image has a filter; otherwise only `temperature` is read.
     """
     B, T, V = logits.shape
     probs = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if B * T:
-        options = temperature, top_k, top_p, T
-        launch(_filter, (B * T,), logits.contiguous(), probs, *options, FILTERS=filters, **row_options(V))
+        options = temperature, top_k, top_p, temperature if min_p is None else min_p, T
+        kind = {"FILTERS": filters, "MIN_P": min_p is not None}
+        launch(_filter, (B * T,), logits.contiguous(), probs, *options, **kind, **row_options(V))
     return probs
 
 

@@ -59,7 +59,7 @@ def test_json_is_one_document_and_png_says_how_it_was_made(run: Any, text_model:
     assert all(len(digest) == 16 for digest in digests.values()) and said.pop("processor")
     assert said == {
         "prompt": "a cat", "seed": 6, "model": "tiny-text", "accelerator": "gumbel:window=3", "negative_prompt": "a dog",
-        "guidance_scale": 3.0, "temperature": 0.9, "top_k": 20, "top_p": 0.95, "dtype": said["dtype"],
+        "guidance_scale": 3.0, "temperature": 0.9, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "dtype": said["dtype"],
         "versions": said["versions"],
     }  # fmt: skip
 

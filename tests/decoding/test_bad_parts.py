@@ -65,6 +65,8 @@ def method(drafter, rule):
     (lambda: Sampling(top_k=True), "top_k"),
     (lambda: Sampling(top_k=101).validate_top_k(100), "top_k"),
     (lambda: Sampling(top_p=1.1), "top_p"),
+    (lambda: Sampling(min_p=-0.1), "min_p"),
+    (lambda: Sampling(min_p=1.1), "min_p"),
     (lambda: Jacobi(1), "window"),
     (lambda: Jacobi(2.5), "window"),
     (lambda: Jacobi("autoo"), "'auto'"),

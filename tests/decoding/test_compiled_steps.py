@@ -50,6 +50,12 @@ def logits_of(kind: str, vocab: int) -> torch.Tensor:
     return {"peaked": made * 5, "flat": made * 0.01, "ties": (made * 2).round(), "equal": made * 0.0}[kind]
 
 
+def test_images_with_min_p_are_left_to_torch(compiled: Any) -> None:
+    noise, logits = Noise(SEEDS, torch.arange(6).expand(3, -1)), logits_of("peaked", 40)
+    assert in_slots([Sampling(), Sampling(0.9)], 40).sample_tokens(logits, noise) is not None
+    assert in_slots([Sampling(), Sampling(min_p=0.1)], 40).sample_tokens(logits, noise) is None
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", ["peaked", "flat", "ties", "equal"])
 def test_sampled_tokens_are_those_of_the_reference(kind: str, options: str, compiled: Any) -> None:

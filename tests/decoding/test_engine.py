@@ -17,7 +17,7 @@ from vargen.decoding.engine import Engine
 from vargen.decoding.requests import FinishedImage
 
 JOINING = [*PRESETS_OF_TOKENS, "jacobi, low-res", "local repair", "draft model, k-seq", "draft model, shared noise"]
-OPTIONS = [Sampling(0.9, top_p=0.95), Sampling(0.0), Sampling(0.7, top_k=4), Sampling(), Sampling(0.0, top_k=2)]
+OPTIONS = [Sampling(0.9, top_p=0.95), Sampling(0.0), Sampling(0.7, 4, min_p=0.1), Sampling(), Sampling(0.0, top_k=2)]
 SEEDS, CONDITION = torch.arange(100, 105), torch.tensor([0, 1, 1, 0, 1])
 
 

@@ -44,6 +44,7 @@ METHODS = ["ar", "auto", "scd", "sjd", "gumbel", "gsd", "lantern-jacobi", "lante
 MORE = ["eagle-gumbel", "eagle-2", "gumbel-tree", "speculative-tree", "layer-skip", "lookup", "recycle", "medusa"]
 WITHOUT_FILTERS = [Sampling(), Sampling(0.7), Sampling(1.2)]
 OPTIONS = [*WITHOUT_FILTERS, Sampling(0.9, top_k=20), Sampling(0.0), Sampling(1.1, top_p=0.8), Sampling(0.8, 5, 0.9)]
+WITH_MIN_P = Sampling(0.9, 20, min_p=0.1)
 
 
 def generated(
@@ -148,17 +149,18 @@ def watch_kinds(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[Any]
 
 @pytest.mark.parametrize("method", ["ar", "scd", "gumbel", "gsd", "eagle", "lantern"])
 def test_any_mixture_of_options_is_captured(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two graphs serve all of them: without filters, as for the first images, and with filters. Each image is as alone."""
+    """Three graphs serve all: without filters, as for the first images, with them, and with min-p. Each image is as alone."""
     method, model = resolve_method(method), tiny_target()
     engine = captured_engine(model, method, batch_size=3)
-    kinds, conditions = watch_kinds(engine, monkeypatch), Condition(class_labels=torch.arange(len(OPTIONS)))
-    for number, sampling in enumerate(OPTIONS):
+    options = [*OPTIONS, WITH_MIN_P]
+    kinds, conditions = watch_kinds(engine, monkeypatch), Condition(class_labels=torch.arange(len(options)))
+    for number, sampling in enumerate(options):
         engine.submit(conditions.select_rows(torch.tensor([number])), torch.tensor([number]), sampling)
     found = {image.number: image for image in engine.run()}
-    width = next(width for width, _ in kinds)
-    assert set(kinds) == {(width, False), (width, True)} and RecordedGraph.made == 2
-    assert RecordedGraph.replays == kinds.total() - 2 * EAGER_PASSES > 0
-    for number, sampling in enumerate(OPTIONS):
+    width = next(width for width, *_ in kinds)
+    assert set(kinds) == {(width, False, False), (width, True, False), (width, True, True)} and RecordedGraph.made == 3
+    assert RecordedGraph.replays == kinds.total() - 3 * EAGER_PASSES > 0
+    for number, sampling in enumerate(options):
         row, seeds = conditions.select_rows(torch.tensor([number])), torch.tensor([number])
         alone = decode(model, row, seeds, method, sampling)
         assert torch.equal(found[number].tokens, alone.tokens[0])

@@ -49,6 +49,19 @@ def test_top_p_keeps_the_crossing_token_and_always_one():
     assert filter_logits(logits[None], None, 1e-9).isfinite().tolist() == [[True, False, False]]
 
 
+def test_min_p_comes_after_top_p_and_keeps_what_is_probable_enough():
+    """Against a plain transcription of the filter of the paper, on the probabilities that top-p leaves."""
+    logits = 3 * torch.randn(40, 60, generator=torch.Generator().manual_seed(2))
+    for min_p in (0.01, 0.1, 0.5, 1.0):
+        kept = filter_logits(logits / 0.8, 30, 0.9).softmax(-1)
+        kept = torch.where(kept >= min_p * kept.max(-1, keepdim=True).values, kept, 0.0)
+        found = to_probs(logits, Sampling(0.8, 30, 0.9, min_p))
+        assert torch.equal(found > 0, kept > 0) and torch.allclose(found, kept / kept.sum(-1, keepdim=True), atol=1e-6)
+    assert (found > 0).sum() == len(logits) < (to_probs(logits, Sampling(0.8, 30, 0.9, 0.1)) > 0).sum()
+    tied = torch.tensor([[2.0, 2.0, 1.0]])
+    assert filter_logits(tied, None, 1.0, 1.0).isfinite().tolist() == [[True, True, False]]
+
+
 def test_laws_are_float32_from_any_dtype_and_sum_to_one():
     probabilities = to_probs(torch.randn(4, 7, 300).bfloat16(), Sampling(top_k=40, top_p=0.9))
     assert probabilities.dtype == torch.float32
@@ -65,7 +78,8 @@ def test_temperature_zero_is_greedy():
 # -- slots ----------------------------------------------------------------------------------------------------------------
 
 OPTIONS = (
-    Sampling(), Sampling(0.0), Sampling(0.9, top_p=0.95), Sampling(1.3, top_k=3), Sampling(0.5, 6, 0.8), Sampling(0.0, top_k=4)
+    Sampling(), Sampling(0.0), Sampling(0.9, top_p=0.95), Sampling(1.3, top_k=3), Sampling(0.5, 6, 0.8), Sampling(0.0, top_k=4),
+    Sampling(0.8, 6, 0.9, 0.2),
 )  # fmt: skip
 
 
@@ -77,7 +91,7 @@ def test_each_slot_has_the_probabilities_of_its_own_options(is_cpu, monkeypatch)
     held, places = [None] * 8, [each.data_ptr() for each in vars(slots).values() if isinstance(each, torch.Tensor)]
     for turn in range(30):
         rows = torch.randperm(8, generator=generator)[: 1 + turn % 3].tolist()
-        new = (None, *OPTIONS)[int(torch.randint(7, (), generator=generator))] if turn else None
+        new = (None, *OPTIONS)[int(torch.randint(8, (), generator=generator))] if turn else None
         held = [new if row in rows else old for row, old in enumerate(held)]
         slots.set(rows, new)
         logits = 3 * torch.randn(8, 4, 9, generator=generator)
@@ -85,7 +99,7 @@ def test_each_slot_has_the_probabilities_of_its_own_options(is_cpu, monkeypatch)
         for row, options in enumerate(held):
             for found, own in ((probs, options), (at_one, options and replace(options, temperature=1.0))):
                 if own is not None:
-                    filtered = filter_logits(logits[row] / max(own.temperature, 1e-5), own.top_k, own.top_p)
+                    filtered = filter_logits(logits[row] / max(own.temperature, 1e-5), own.top_k, own.top_p, own.min_p)
                     assert found.dtype == torch.float32 and torch.equal(found[row], to_probs(logits[row], own))
                     assert torch.allclose(found[row], filtered.softmax(-1), atol=1e-6)
             assert options is None or slots.is_greedy[row] == options.is_greedy

@@ -18,7 +18,7 @@ from vargen.cli.main import app
 
 pytestmark = needs_janus
 Calls = list[tuple[int, dict[str, Any]]]
-SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 12, "top_p": 0.9}
+SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.1}
 
 
 def export(method: str, output: Path) -> Any:
@@ -145,7 +145,7 @@ def test_the_folder_is_short_and_has_the_method_as_default(folder: Path, tmp_pat
         names = {
             line.split()[1].partition(".")[0] for line in file.read_text().splitlines() if line.startswith(("from ", "import "))
         }
-        assert names - {""} <= {"__future__", "collections", "functools", "typing", "torch", "transformers"}
+        assert names - {""} <= {"__future__", "collections", "functools", "math", "typing", "torch", "transformers"}
     export("ar", tmp_path / "one")
     assert "WINDOW = 1\n" in (tmp_path / "one/custom_generate/generate.py").read_text()
 

@@ -22,6 +22,7 @@ from tiny_language_models import PAD, has_release, make_chameleon, make_janus, n
 from tiny_models import text_pipeline, text_var_pipeline
 
 import vargen
+from vargen.decoding import Sampling
 from vargen.in_place.enabling import EnabledGenerate
 from vargen.models.heads.network import EagleDrafter, MedusaDrafter
 from vargen.models.transformers.base import ImageLanguageModel
@@ -222,7 +223,6 @@ def make_processors() -> Any:
 ORIGINAL = {
     "logits_processor": make_processors,
     "repetition_penalty": lambda: 1.3,
-    "min_p": lambda: 0.1,
     "typical_p": lambda: 0.5,
     "epsilon_cutoff": lambda: 0.02,
     "suppress_tokens": lambda: [1, 2],
@@ -268,8 +268,8 @@ def test_configurations_are_read_as_generate_reads_them(case: Case) -> None:
     config.do_sample, config.temperature, config.top_k = True, 0.7, 9
     for name in ("do_sample",):
         case.options.pop(name)
-    found = resolve_call(case.model, (), {**case.inputs, **case.options, "top_p": 0.9})
-    assert (found.sampling.temperature, found.sampling.top_k, found.sampling.top_p) == (0.7, 9, 0.9)
+    found = resolve_call(case.model, (), {**case.inputs, **case.options, "top_p": 0.9, "min_p": 0.1})
+    assert found.sampling == Sampling(0.7, 9, 0.9, 0.1)
 
 
 def test_unknown_keywords_get_the_error_of_transformers(case: Case) -> None:

@@ -28,7 +28,7 @@ from vargen.verify.exact_sum import sum_pass
 
 pytestmark = needs_janus
 PROMPT = ["a red apple"]
-SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 2.0, "top_k": 4, "top_p": 0.95}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 2.0, "top_k": 4, "top_p": 0.95, "min_p": 0.2}
 
 
 def small_glm(**sizes: Any) -> Case:
@@ -97,7 +97,7 @@ def test_the_target_is_the_distribution_of_the_untouched_call(name: str, monkeyp
     own = model.joint(0, lambda logits: to_probs(logits, found.sampling))
     expected = sum_generate(case, found, monkeypatch)
     assert abs(float(expected.sum()) - 1) < 1e-5 and float((own - expected).abs().sum()) / 2 < 1e-5
-    other = model.joint(0, lambda logits: to_probs(logits, Sampling(1.8, found.sampling.top_k, 0.95)))
+    other = model.joint(0, lambda logits: to_probs(logits, Sampling(1.8, found.sampling.top_k, 0.95, 0.2)))
     assert float((other - expected).abs().sum()) / 2 > 1e-3, "another temperature would be seen"
 
 

@@ -27,7 +27,8 @@ CAT = {"prompt": "a cat"}
 OF_IMAGES = [
     *((name, {name: value}) for name, values in {
         "guidance_scale": (-1, math.nan, 10**400, 1e38), "temperature": (-0.5, math.nan, True), "top_k": (-5, 65),
-        "top_p": (0.0, 1.5), "num_images_per_prompt": (0,), "num_candidates": (0, 2.5), "batch_size": (0, 2.5, "2", 10**9),
+        "top_p": (0.0, 1.5), "min_p": (-0.1, True),
+        "num_images_per_prompt": (0,), "num_candidates": (0, 2.5), "batch_size": (0, 2.5, "2", 10**9),
     }.items() for value in values),
     ("1024", {"num_images_per_prompt": 10**6}), ("1024", {"num_candidates": 1025, "scorer": brightness}),
     ("scorer", {"num_candidates": 4}), ("scorer", {"num_candidates": 4, "scorer": 3}),

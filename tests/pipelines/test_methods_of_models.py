@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_language_models import has_release, make_chameleon, make_emu3, make_glm, make_janus
+from tiny_language_models import has_release, make_causal, make_chameleon, make_emu3, make_glm, make_janus
 from tiny_models import class_pipeline, class_var_pipeline, infinity_pipeline
 
 import vargen
@@ -18,7 +18,12 @@ from vargen.compat import installed_version
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 BEGIN, END = "<!-- by tests/pipelines/test_methods_of_models.py -->\n", "<!-- end -->\n"
 # What a reason of `list_methods` names -> what is missing. Not every family has a component for a low-resolution model.
-MISSING = {"low resolution": "low-resolution model", "trained for the model": "trained head", "draft": "draft model"}
+MISSING = {
+    "codebook": "codebook",
+    "low resolution": "low-resolution model",
+    "trained for the model": "trained head",
+    "draft": "draft model",
+}
 
 
 def language_model(make: Any, **options: Any) -> Any:
@@ -38,6 +43,9 @@ MODELS = {
         partial(language_model, make_emu3, size=(4, 5)),
     ),
     "GLM-Image": (partial(language_model, make_glm, size=(2, 3)),),
+    "Liquid, SimpleAR, Tar": tuple(
+        partial(language_model, partial(make_causal, name), size=(9, 9)) for name in ("liquid", "simplear", "tar")
+    ),
 }
 RUNS_HERE = {
     "Janus, Chameleon, Emu3": has_release("janus", "chameleon", "emu3"),
@@ -50,6 +58,8 @@ def describe(pipe: Any, reason: str | None) -> str:
     if reason is None:
         return "yes"
     missing = next(missing for words, missing in MISSING.items() if words in reason)
+    if missing == "codebook":
+        return "no"
     return "no" if missing == "low-resolution model" and "low_res" not in pipe.family.components else f"with a {missing}"
 
 

@@ -89,7 +89,7 @@ def test_images_are_those_of_the_pipeline_with_consecutive_seeds(client: Any, te
 
 
 def test_a_random_seed_is_returned_and_sampling_options_are_taken(client: Any, text_pipe: Any) -> None:
-    options = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
+    options = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
     result = client.images.generate(prompt="a dog", extra_body=options)
     [item] = result.data
     assert bytes(decode(item.b64_json).tobytes()) == plain(text_pipe, "a dog", item.seed, Sampling(**options))
@@ -169,6 +169,7 @@ REFUSED = [
     ({"temperature": "hot"}, 400, "temperature"),
     ({"top_k": 10**9}, 400, "top_k"),
     ({"top_p": 2}, 400, "top_p"),
+    ({"min_p": -1}, 400, "min_p"),
 ]
 
 

@@ -28,7 +28,7 @@ def image_task(number: int, partial: int = 0, subject: Any = None) -> ImageTask:
 def generate_alone(pipe: Any, task: ImageTask, accelerator: Any = None, **options: Any) -> Any:
     """The image of a task by a call of the pipeline."""
     name = "class_labels" if pipe.is_class_conditional else "prompt"
-    sampling = {"temperature": task.sampling.temperature, "top_p": task.sampling.top_p}
+    sampling = {"temperature": task.sampling.temperature, "top_p": task.sampling.top_p, "min_p": task.sampling.min_p}
     return pipe(
         **{name: task.subject},
         **sampling,

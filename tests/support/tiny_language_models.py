@@ -141,3 +141,33 @@ def make_glm(codes: int = 24, seed: int = 0, **changed: Any) -> tuple[Any, Any]:
     tokenizer = make_tokenizer(PreTrainedTokenizerFast, image_token="<image>", grid_bos_token="<boi>", grid_eos_token="<eoi>")
     template = "{% for m in messages %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}{% endfor %}"
     return randomize(model, seed), GlmImageProcessor(GlmImageImageProcessor(), tokenizer, chat_template=template)
+
+
+CAUSAL_MARKS = {"liquid": ("<boi>", "<unconditional>"), "simplear": ("<|t2i|>", "<|soi|>"), "tar": ("<S0>", "<S1>", "<S2>"),
+                "x-omni": ("<SOM>", "<IMAGE>", "<EOM>")}  # fmt: skip
+
+
+def make_causal(name: str, codes: int = 24, seed: int = 0, **changed: Any) -> tuple[Any, Any]:
+    """A causal language model with image tokens: Liquid and others by its marks, else one of text; and its tokenizer."""
+    from transformers import GemmaConfig, GemmaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = make_tokenizer(PreTrainedTokenizerFast)
+    marks = [*CAUSAL_MARKS.get(name, ()), "<|im_start|>", "<|im_end|>", "<im_start>"]
+    form = {"tar": "<I{}>", "x-omni": "<MM-Token-{}>"}.get(name)
+    names = [] if form is None else [form.format(number) for number in range(codes)]
+    text = marks[3:] if name == "x-omni" else marks  # of which X-Omni has marks behind the image tokens
+    tokenizer.add_tokens(text, special_tokens=True)
+    first = len(tokenizer)
+    tokenizer.add_tokens([*names, *marks[: len(marks) - len(text)]], special_tokens=True)
+    vocab = len(tokenizer) + (codes if form is None else 0)
+    config = text_config(**{"vocab_size": vocab, "hidden_act": "silu", "tie_word_embeddings": False, **changed})
+    if name == "liquid":
+        config |= {"head_dim": 8, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+        return randomize(GemmaForCausalLM(GemmaConfig(**config)), seed, 0.8), tokenizer
+    if name == "x-omni":
+        from vargen.models.transformers.x_omni import XOmniConfig, XOmniForCausalLM
+
+        config |= {"vocab_size": first, "num_hidden_layers": 4, "mm_vocab_size": vocab - first, "image_vocab_size": codes}
+        config |= {"num_mm_adap_layers": 1, "num_mm_head_layers": 1, **changed}
+        return randomize(XOmniForCausalLM(XOmniConfig(**config)), seed, 0.8), tokenizer
+    return randomize(Qwen2ForCausalLM(Qwen2Config(**config)), seed, 0.8), tokenizer

@@ -92,7 +92,7 @@ def compare_methods(
     Args:
         prompts: one image each, or classes; the last batch is filled up with the first prompts.
         methods: by name; must include the pipeline's `baseline`, which speedups are relative to.
-        settings: guidance_scale, temperature, top_k, top_p where they differ from the checkpoint's.
+        settings: guidance_scale, temperature, top_k, top_p, min_p where they differ from the checkpoint's.
         progress: called with the numbers of finished batches and of all batches.
         num_tokens: end each image after this many tokens, for next-token models; the others are left out of `tokens`.
     """
@@ -239,7 +239,7 @@ def open_decoder(pipe: VisualPipeline, settings: Mapping[str, Any] | None = None
     """Return the decoder of an image pipeline.
 
     Args:
-        settings: `guidance_scale`, `temperature`, `top_k` and `top_p` where they differ from the checkpoint's.
+        settings: `guidance_scale`, `temperature`, `top_k`, `top_p` and `min_p` where they differ from the checkpoint's.
     """
     scale, sampling = validate_sampling({**pipe.default_sampling, **(settings or {})})
     return FixedDecoder(pipe.decoding_model(scale), sampling, pipe.paradigm)

@@ -60,6 +60,7 @@ Guidance = Annotated[float | None, _sampling("guidance_scale", "X")]
 Temperature = Annotated[float | None, _sampling("temperature", "X")]
 TopK = Annotated[int | None, _sampling("top_k", "N")]
 TopP = Annotated[float | None, _sampling("top_p", "X")]
+MinP = Annotated[float | None, _sampling("min_p", "X")]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, metavar="N", help="Seed of the first image; the next has seed + 1.")]
 ModelName = Annotated[
     str, typer.Option(metavar="NAME|DIR|HUB ID", help="A packaged model (see `vargen info`), a folder, or a hub id.")

@@ -38,6 +38,7 @@ def compare(
     temperature: common.Temperature = None,
     top_k: common.TopK = None,
     top_p: common.TopP = None,
+    min_p: common.MinP = None,
     num_blocks: common.NumBlocks = None,
     tau: common.Tau = None,
     scorer: Annotated[str | None, video_option(metavar="NAME", help="Scores drafted blocks. Default: emoji-scorer.")] = None,

@@ -77,6 +77,7 @@ def evaluate(
     temperature: common.Temperature = None,
     top_k: common.TopK = None,
     top_p: common.TopP = None,
+    min_p: common.MinP = None,
     scorers: Annotated[
         list[str] | None,
         metric_option(

@@ -88,6 +88,7 @@ def generate(
     temperature: common.Temperature = None,
     top_k: common.TopK = None,
     top_p: common.TopP = None,
+    min_p: common.MinP = None,
     num_blocks: common.NumBlocks = None,
     tau: common.Tau = None,
     motion: Annotated[int | None, video_option(metavar="N", help="Level of motion, for models trained with one.")] = None,

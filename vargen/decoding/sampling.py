@@ -1,4 +1,4 @@
-"""Convert logits to the probabilities tokens are sampled from: temperature, top-k, top-p and softmax, in this order.
+"""Convert logits to the probabilities tokens are sampled from: temperature, top-k, top-p, min-p and softmax, in this order.
 
 Guidance comes first; everything is computed in float32. Every method, `ar` included, takes its probabilities from here, which
 defines "the same distribution" in this library.
@@ -25,6 +25,7 @@ class Sampling:
         temperature: at least 0; 0 is greedy.
         top_k: 1 to V; None or 0 disables it, and reads as None.
         top_p: in (0, 1].
+        min_p: in [0, 1]; 0 disables it.
 
     Raises:
         ValueError: if a value is out of range.
@@ -33,6 +34,7 @@ class Sampling:
     temperature: float = field(default=1.0, metadata={"option": OPTIONS["temperature"]})
     top_k: int | None = field(default=None, metadata={"option": OPTIONS["top_k"]})
     top_p: float = field(default=1.0, metadata={"option": OPTIONS["top_p"]})
+    min_p: float = field(default=0.0, metadata={"option": OPTIONS["min_p"]})
 
     def __post_init__(self) -> None:
         for each in fields(self):  # convert NumPy numbers, which JSON cannot serialize
@@ -65,9 +67,10 @@ class SlotSampling:
 
     Attributes:
         options: by slot; None for a free one.
-        temperature, top_k, top_p: of each slot, float32, int64 and float64 `[B, 1, 1]`, as `ops.probs_by_image` takes them.
+        temperature, top_k, top_p, min_p: of each slot, float32, int64, float64 and float64 `[B, 1, 1]`, as
+            `ops.probs_by_image` takes them.
         is_greedy: bool `[B]`.
-        filters: whether any image has a filter or is sampled greedily. Part of the key of a captured pass.
+        filters, has_min_p: whether any image has a filter or is sampled greedily, and whether any has min-p.
     """
 
     def __init__(self, slots: int, vocab: int, device: torch.device):
@@ -76,6 +79,7 @@ class SlotSampling:
         self.temperature = torch.zeros(slots, 1, 1, dtype=torch.float32, device=device)
         self.top_k = torch.zeros(slots, 1, 1, dtype=torch.int64, device=device)
         self.top_p = torch.zeros(slots, 1, 1, dtype=torch.float64, device=device)
+        self.min_p = torch.zeros(slots, 1, 1, dtype=torch.float64, device=device)
         self.is_greedy = torch.zeros(slots, dtype=torch.bool, device=device)
         self.set([], None)
 
@@ -84,15 +88,23 @@ class SlotSampling:
         for slot in slots:
             self.options[slot] = sampling
         used = [each for each in self.options if each is not None]
-        self.filters = any(each.is_greedy or each.top_k is not None or each.top_p < 1 for each in used)
+        self.has_min_p = any(each.min_p > 0 for each in used)
+        limited = any(each.is_greedy or each.top_k is not None or each.top_p < 1 for each in used)
+        self.filters = limited or self.has_min_p
         rows = [each or (used or [Sampling()])[0] for each in self.options]
         for held, values in (
             (self.temperature, [max(row.temperature, ops.MIN_TEMPERATURE) for row in rows]),
             (self.top_k, [row.top_k or self.vocab for row in rows]),
             (self.top_p, [row.top_p if row.top_p < 1 else ops.KEEP_ALL for row in rows]),
+            (self.min_p, [row.min_p for row in rows]),
             (self.is_greedy, [row.is_greedy for row in rows]),
         ):
             held.copy_(torch.tensor(values, dtype=held.dtype).view(held.shape))
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """What a captured pass depends on."""
+        return self.filters, self.has_min_p
 
     def may_be_greedy(self) -> bool:
         """Return False if no image is sampled greedily, as far as the host and the key of a captured pass say."""
@@ -101,11 +113,15 @@ class SlotSampling:
 
     def probs(self, logits: Tensor) -> Tensor:
         """Probabilities, float32 `[B, T, V]`, from guided logits `[B, T, V]`."""
-        return ops.probs_by_image(logits, self.temperature, self.top_k, self.top_p, self.filters)
+        return self._probs(logits, self.temperature)
 
     def probs_at_one(self, logits: Tensor) -> Tensor:
         """Probabilities float32 `[B, T, V]` with the same filters at temperature 1."""
-        return ops.probs_by_image(logits, torch.ones_like(self.temperature), self.top_k, self.top_p, self.filters)
+        return self._probs(logits, torch.ones_like(self.temperature))
+
+    def _probs(self, logits: Tensor, temperature: Tensor) -> Tensor:
+        min_p = self.min_p if self.has_min_p else None
+        return ops.probs_by_image(logits, temperature, self.top_k, self.top_p, min_p, self.filters)
 
     def sample_tokens(self, logits: Tensor, noise: Noise, drafted: Tensor | None = None) -> SampledRows | None:
         """Sample the tokens of `noise.sample(self.probs(logits), Purpose.TOKEN)` by compiled code; None where there is none.
@@ -113,9 +129,11 @@ class SlotSampling:
         Args:
             drafted: int64 `[B, T - 1]`, the draft tokens of a chain; see `SampledRows`.
         """
+        if self.has_min_p:
+            return None
         return sample_rows(logits, (self.temperature, self.top_k, self.top_p), noise.keys(Purpose.TOKEN), drafted)
 
 
 def to_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities, float32 `[..., V]`, from guided logits `[..., V]`."""
-    return ops.probs_from_logits(logits, sampling.temperature, sampling.top_k, sampling.top_p)
+    return ops.probs_from_logits(logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)

@@ -184,7 +184,7 @@ class ScalePasses:
             with self.clock.measure("accept"):
                 self._sample(logits, fixed_tokens)
         else:
-            kind = self.scale, first, self.sampling.filters
+            kind = self.scale, first, *self.sampling.kind
             self.captured.run(kind, lambda: self._sample(self._forward(first), None))
         record, now = self._by_scale[self.scale], self.clock.timer()
         record["passes"], record["seconds"] = 1, now - self._last_time

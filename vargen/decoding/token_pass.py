@@ -94,7 +94,7 @@ class TokenPass:
         """Run a pass. Returns the number of tokens T that it fed to each image."""
         width = self.drafter.width if self._controller is None else self._controller.choose()
         if self.captured is not None:  # on a GPU, where no controller chooses widths
-            self.captured.run((width, self.state.sampling.filters), partial(self.run, width))
+            self.captured.run((width, *self.state.sampling.kind), partial(self.run, width))
             return width
         result = self.run(width)
         if self._controller is not None:

@@ -86,7 +86,7 @@ class GenerationPlan:
         model: name, folder or hub id. output: run directory, reachable by every process under this path.
         methods: presets with settings, see `resolve_method`. num: number of images of each method.
         prompt_records: what a benchmark's own file says of each prompt, for `vargen.eval.export`.
-        sampling: guidance_scale, temperature, top_k, top_p where they differ from the model's.
+        sampling: guidance_scale, temperature, top_k, top_p, min_p where they differ from the model's.
         batch: images per batch. threads: number of CPU threads; None: autotuned.
         unit: images per unit of work, at least those of a batch; None: one batch.
         dtype: of the transformer, such as `"float32"`; None is the model's default. device: such as `"cpu"`.

@@ -60,6 +60,8 @@ def _build_processor(folder: Path, model: ProcessorClasses) -> Any:
     import transformers
 
     tokenizer = load_tokenizer(folder, choose_class(folder, *model.tokenizer_names))
+    if not model.image_processor_name:  # it reads prompts alone
+        return tokenizer
     file = folder / "processor_config.json"
     settings = read_config(file) if file.is_file() else {}
     _refuse_other_processor(settings, file, model)

@@ -57,7 +57,7 @@ _PARTS = {
     "model": "BPE Unigram WordLevel WordPiece",
 }
 _ID = whole(0, 2**21)  # vocabularies have at most a few hundred thousand tokens
-_MAX_ADDED, _MAX_ADDED_TEXT = 2**16, 1000  # added tokens, and characters of one
+_MAX_ADDED, _MAX_ADDED_TEXT = 2**17, 1000  # added tokens, and characters of one
 _MAX_GROWTH = 64  # characters of the normalized text per character of the prompt, and tokens that a template adds
 _MAX_PATTERN = 10_000  # characters of a regular expression
 _PADDING = whole(0, 2**16)  # tokens

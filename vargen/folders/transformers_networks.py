@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vargen.compat import installed_version
-from vargen.folders.json_files import expect, fill_folder, read_config
+from vargen.folders.json_files import expect, fill_folder, read_config, whole
 from vargen.folders.networks import SkipInit
 from vargen.folders.transformers_configs import pick_config, pick_generation, pick_quantization
 from vargen.values import one_line
@@ -45,6 +45,7 @@ _SCALES = r"\.(SCB|weight_format|absmax|quant_map|nested_absmax|nested_quant_map
 _RELEASE = tuple(int(part) for part in (installed_version("transformers") or "0.0").split(".")[:2])
 _DTYPE = "dtype" if _RELEASE >= (4, 56) else "torch_dtype"  # argument name of transformers
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # of safetensors and torch
+_COUNT = whole(0, 2**20)
 _PLAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -59,6 +60,7 @@ class NetworkKind:
         renamed: patterns in names of stored tensors and their replacements, for folders of earlier releases.
         ignored: patterns of the names of stored tensors that the class has no use for.
         layers: by key of a number of layers, what stands before the number of a layer in names of stored tensors.
+        own: returns the class where it is ours, over a configuration of transformers with numbers `more`.
     """
 
     class_name: str
@@ -67,6 +69,8 @@ class NetworkKind:
     renamed: Sequence[tuple[str, str]] = ()
     ignored: Sequence[str] = ()
     layers: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    own: Callable[[], Any] | None = None
+    more: Sequence[str] = ()
 
 
 class StoredNetwork:
@@ -86,7 +90,7 @@ class StoredNetwork:
         import transformers
 
         self.folder, self.kind = folder, kind
-        self.network_class: Any = getattr(transformers, kind.class_name)
+        self.network_class: Any = getattr(transformers, kind.class_name) if kind.own is None else kind.own()
         file = folder / "config.json"
         values = read_config(file)
         given = values.get("model_type")
@@ -106,6 +110,9 @@ class StoredNetwork:
         self.is_quantized = bool(values.get("quantization_config"))
         self._ignored = re.compile("|".join([_COMPUTED, *kind.ignored, *[_SCALES] * self.is_quantized]))
         picked = pick_config(self.network_class.config_class, values, kind.parts or {}, file, len(self.files))
+        for name in kind.more:
+            expect(_COUNT.fits(values.get(name)), name, values.get(name), file, _COUNT.allowed)
+            picked[name] = values[name]
         try:
             self.config = self.network_class.config_class(**picked)
             with torch.device("meta"), SkipInit():
@@ -161,6 +168,8 @@ class StoredNetwork:
             stack.enter_context(_without_report(self.network_class, without))
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vargen-")))
             fill_folder(place, self._files_to_read(place, config, without))
+            if self.kind.own is not None:  # transformers knows no earlier names of its tensors
+                options["key_mapping"] = dict(self.kind.renamed)
             options = {_DTYPE: dtype or self.dtype, "use_safetensors": True, "local_files_only": True, **options}
             try:
                 network = self.network_class.from_pretrained(place, config=config, trust_remote_code=False, **options)

@@ -175,7 +175,8 @@ def decode_call(
         logits = logits[..., ids] if allowed else logits
         chosen = logits.argmax(-1)
         if config.do_sample:
-            probs = filter_logits(logits / options.get("temperature", 1), options.get("top_k"), options.get("top_p", 1))
+            filters = options.get("top_k"), options.get("top_p", 1), options.get("min_p", 0)
+            probs = filter_logits(logits / options.get("temperature", 1), *filters)
             chosen = (probs.softmax(-1) / sample_exponential(seed, index, len(ids))).argmax(-1)
         new = torch.where(forced < 0, ids[chosen], forced) if forced is not None else chosen
         count = 1 + (new[:, :-1] == tokens.gather(1, index[:, :-1])).cumprod(1).sum(1)

@@ -31,6 +31,7 @@ from vargen.in_place.quantized import QuantizedCopy
 from vargen.in_place.summary import Summary
 from vargen.models.guidance import Guidance
 from vargen.models.transformers.base import ImageLanguageModel, validate_network
+from vargen.models.transformers.causal import NETWORKS, CausalLanguageModel, XOmni
 from vargen.models.transformers.decoding import TransformersTokenModel
 from vargen.models.transformers.int8 import validate_int8, validate_layers
 from vargen.models.transformers.int8_decoding import Int8TokenModel
@@ -54,9 +55,9 @@ def enable(
     latter, the first for each reason logs a warning.
 
     Args:
-        model: a `JanusForConditionalGeneration`, `Emu3ForConditionalGeneration` or `GlmImageForConditionalGeneration` of
-            transformers, also compiled or with adapters of peft; a pipeline of diffusers with such a model, such as
-            `GlmImagePipeline`; or a pipeline of vargen, whose default method is then this one.
+        model: a `JanusForConditionalGeneration`, `Emu3ForConditionalGeneration`, `GlmImageForConditionalGeneration`,
+            `GemmaForCausalLM` or `Qwen2ForCausalLM` of transformers, also compiled or with adapters of peft; a pipeline of
+            diffusers such as `GlmImagePipeline`; or a pipeline of vargen, whose default method is then this one.
         method: the name of a preset, a method string such as `"gumbel:window=8"`, or a method object.
         draft_model: for `"speculative"`, a smaller model of the same class.
         drafter: for `"eagle"` and `"medusa"`, the folder of a trained draft head, or a list of them. For Janus.
@@ -81,8 +82,9 @@ def enable(
         return _enable_pipeline(target, method, draft_model, drafter)
     chosen = resolve_method(method)
     known = describe_language_model(target)
-    if isinstance(known, Chameleon):
-        raise TypeError(f"model must sample image tokens, which generate of a {known.class_name} masks; see vargen.accelerate")
+    if isinstance(known, Chameleon | XOmni):
+        what = "masks" if isinstance(known, Chameleon) else "lacks"
+        raise TypeError(f"model must sample image tokens, which generate of a {known.class_name} {what}; see vargen.accelerate")
     installed = installed_version("transformers") or "0"
     if not isinstance(known, Janus) and tuple(map(int, installed.split(".")[:2])) < _CUSTOM_GENERATE:
         raise ValueError(f"{known.class_name} can be enabled with transformers 4.56 or newer, got {installed}")
@@ -159,7 +161,11 @@ def supported() -> dict[str, str]:
         "diffusers.GlmImagePipeline": "pipe(prompt)",
         "pipelines of vargen": "pipe(prompt)",
     }
-    others = {name: "generate(**inputs, prefix_allowed_tokens_fn=...)" for name in MODELS if name != Chameleon.class_name}
+    others = {
+        name: "generate(**inputs, prefix_allowed_tokens_fn=...)"
+        for name in (*MODELS, *NETWORKS)
+        if name not in (Chameleon.class_name, XOmni.class_name)
+    }
     return {**others, **calls}
 
 
@@ -182,7 +188,8 @@ def _find_target(model: Any) -> Any:
     parts = getattr(found, "components", None)
     candidates = [found, *parts.values()] if isinstance(parts, Mapping) else [found]
     for each in candidates:
-        if isinstance(each, nn.Module) and find_description(each) is not None:
+        kind = find_description(each) if isinstance(each, nn.Module) else None
+        if kind is not None and (each is found or kind is not CausalLanguageModel):  # that of a pipeline encodes prompts
             return each if each is found else _find_target(each)
     raise TypeError(
         f"model must be one of {', '.join(MODELS)}, or a pipeline with one, got {short_repr(type(model).__name__)}; "

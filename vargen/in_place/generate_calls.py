@@ -35,7 +35,7 @@ class GenerateCall:
 
     Attributes:
         ids, valid: int64 and bool `[B, P]`, as `num_return_sequences` expanded them; padded on the left.
-        sampling: greedy, or temperature, top-k and top-p.
+        sampling: greedy, or temperature, top-k, top-p and min-p.
         guidance_scale: 1 without guidance.
         negative: ids and mask of the unconditional rows `[B, P']`; None without guidance, and where the call names none.
         max_new_tokens: number T.
@@ -195,12 +195,12 @@ def _read_processors(processors: Any) -> tuple[float, tuple[Tensor, Tensor] | No
     """Return guidance scale, ids and mask of the unconditional rows, the function of allowed ids, and sampling options.
 
     Raises:
-        PassThroughError: for processors other than guidance, allowed tokens, temperature, top-k and top-p, in this order.
+        PassThroughError: for processors other than guidance, allowed tokens, temperature and filters, in this order.
     """
     scale, negative, allowed, values = 1.0, None, None, dict[str, Any]()
     order = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "ClassifierFreeGuidanceLogitsProcessor",
              "PrefixConstrainedLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper",
-             "LogitNormalization")  # fmt: skip
+             "MinPLogitsWarper", "LogitNormalization")  # fmt: skip
     last = -1
     for each in processors:
         name = type(each).__name__
@@ -223,6 +223,8 @@ def _read_processors(processors: Any) -> tuple[float, tuple[Tensor, Tensor] | No
                 values["top_k"] = each.top_k
             case "TopPLogitsWarper":
                 values["top_p"] = each.top_p
+            case "MinPLogitsWarper":
+                values["min_p"] = each.min_p
     return scale, negative, allowed, values
 
 

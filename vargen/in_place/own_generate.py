@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.in_place.enabling import disable, enable, summary
+from vargen.models.transformers.causal import CausalLanguageModel, XOmni
 from vargen.models.transformers.supported import Emu3, GLMImage, Janus, tokenize
 
 
@@ -29,8 +30,8 @@ def make_call(pipe: Any, prompt: str, num_tokens: int) -> dict[str, Any]:
         message = [{"role": "user", "content": [{"type": "text", "text": prompt}]}]
         inputs = processor.apply_chat_template([message], tokenize=True, return_dict=True, processor_kwargs=size)
         return {**inputs.to(known.device), "max_new_tokens": num_tokens, "do_sample": False}
-    if not isinstance(known, Janus | Emu3):
-        raise NotCheckedError(f"generate of {known.class_name} masks image tokens")
+    if not isinstance(known, Janus | Emu3 | CausalLanguageModel) or isinstance(known, XOmni):
+        raise NotCheckedError(f"generate of {known.class_name} makes no image tokens")
     scale = pipe.default_sampling["guidance_scale"]
     if isinstance(known, Janus):
         if num_tokens < pipe.num_tokens:
@@ -40,19 +41,24 @@ def make_call(pipe: Any, prompt: str, num_tokens: int) -> dict[str, Any]:
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "generation_mode": "image"}
         return {**given, "guidance_scale": scale, "do_sample": False}
     rows = pipe.encode_condition([prompt])[0]
-    ids, blank = rows.ids.to(known.device), rows.unconditional.ids.to(known.device)
+    ids, blank = rows.ids.to(known.device), rows.unconditional
     assert known.ids is not None
-    *image, end = known.ids.tolist()
-    start, width = ids.shape[1], known.grid[1]
+    tokens, start = known.ids.tolist(), ids.shape[1]
+    forced = [-1] * pipe.num_tokens if known.forced is None else known.forced.tolist()
+    only = {place: [tokens[token]] for place, token in enumerate(forced) if token >= 0}
+    image = [each for token, each in enumerate(tokens) if token not in forced]
 
     def allowed(_: int, sequence: Tensor) -> list[int]:
-        return [end] if (len(sequence) - start + 1) % width == 0 else image
+        return only.get(len(sequence) - start, image)
 
-    return {
-        "input_ids": ids, "attention_mask": torch.ones_like(ids), "negative_prompt_ids": blank,
-        "negative_prompt_attention_mask": torch.ones_like(blank), "guidance_scale": scale, "do_sample": False,
-        "max_new_tokens": num_tokens, "prefix_allowed_tokens_fn": allowed,
+    call = {
+        "input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": num_tokens,
+        "prefix_allowed_tokens_fn": allowed,
     }  # fmt: skip
+    if blank is not None:
+        call |= {"negative_prompt_ids": blank.ids.to(known.device), "guidance_scale": scale}
+        call["negative_prompt_attention_mask"] = torch.ones_like(call["negative_prompt_ids"])
+    return call
 
 
 def generate_both(pipe: Any, prompt: str, num_tokens: int, method: str = "gumbel") -> tuple[Tensor, Tensor]:

@@ -39,6 +39,7 @@ class ImageBody(Body):
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     quality: Any = None
     style: Any = None
     user: Any = None
@@ -115,7 +116,7 @@ def make_tasks(body: ImageBody, card: ModelCard, limits: RequestLimits, edit: Ma
         raise refuse("partial_images", "needs stream: true")
     if (body.top_k or 0) > card.vocab_size:
         raise refuse("top_k", f"must be at most {card.vocab_size}, the number of tokens, got {short_repr(body.top_k)}")
-    given = body.model_dump(include={"temperature", "top_k", "top_p"}, exclude_none=True)
+    given = body.model_dump(include={"temperature", "top_k", "top_p", "min_p"}, exclude_none=True)
     values = {**card.defaults, **given}
     sampling, partial = Sampling(**values), body.partial_images or 0
     return [ImageTask(subject, seed + k, sampling, partial, body.guidance_scale, edit) for k in range(count)]

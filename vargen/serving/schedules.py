@@ -212,6 +212,7 @@ class BatchSchedule(TaskSchedule):
             temperature=task.sampling.temperature,
             top_k=task.sampling.top_k or self.pipe.vocab_size,
             top_p=task.sampling.top_p,
+            min_p=task.sampling.min_p,
             accelerator=self.method,
             generator=[handle.make_generator() for handle in handles],
             output_type="pil" if task.edit else "latent",  # what an edit keeps is not in its tokens

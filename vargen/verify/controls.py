@@ -107,7 +107,9 @@ class OffByThreePercent(Speculative):
 def filter_first(model: TableModel, sampling: Sampling) -> TableModel:
     """Return the model with the temperature applied after the filters."""
     wrong = copy(model)
-    wrong.table = filter_logits(model.table, sampling.top_k, sampling.top_p).clamp(min=-1e4) / sampling.temperature
+    wrong.table = (
+        filter_logits(model.table, sampling.top_k, sampling.top_p, sampling.min_p).clamp(min=-1e4) / sampling.temperature
+    )
     return wrong
 
 

@@ -80,7 +80,7 @@ class Case:
 
 CASES = (
     Case("1 x 3", 3),
-    Case("1 x 3, 5 codes, top-k 4", 3, vocab=5, sampling=Sampling(top_k=4)),
+    Case("1 x 3, 5 codes, top-k 4, min-p 0.2", 3, vocab=5, sampling=Sampling(top_k=4, min_p=0.2)),
     Case("1 x 4, top-p 0.7, after 2 tokens", 4, sampling=Sampling(top_p=0.7), after=2),
     Case("1 x 4, 4 codes, temperature 0.7, top-k 2", 4, vocab=4, sampling=Sampling(0.7, 2)),
     Case("2 x 3, 2 codes, guidance 3", 6, 2, vocab=2, guidance=3.0),
@@ -109,7 +109,7 @@ class ScaleCase:
 
 SCALE_CASES = (
     ScaleCase("scales of 1, 2, 2 tokens"),
-    ScaleCase("top-p 0.7", sampling=Sampling(top_p=0.7)),
+    ScaleCase("top-p 0.9, min-p 0.3", sampling=Sampling(top_p=0.9, min_p=0.3)),
     ScaleCase("temperature 0.7, top-k 2", sampling=Sampling(0.7, 2)),
     ScaleCase("scales of 1, 1, 2, 3 tokens, 2 codes", vocab=2, scale_tokens=(1, 1, 2, 3)),
     ScaleCase("fewer codes at coarse scales", codes=(2, 3, 3)),

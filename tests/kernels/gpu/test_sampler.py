@@ -22,35 +22,45 @@ def generated_logits(*shape: int, spread: float = 2.0, seed: int = 0) -> Tensor:
 
 
 def filtered(
-    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0, filters: bool | None = None
-) -> Tensor:
+    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0,
+    filters: bool | None = None,
+) -> Tensor:  # fmt: skip
     """Probabilities of the kernel with equal options for all rows `[..., V]`, on the CPU."""
-    V, filters = logits.shape[-1], (top_k is not None or top_p < 1) if filters is None else filters
+    V = logits.shape[-1]
+    filters = (top_k is not None or top_p < 1 or min_p > 0) if filters is None else filters
     values = (temperature, torch.float32), (top_k or V, torch.int64), (top_p if top_p < 1 else 2, torch.float64)
     options = (torch.tensor([value], dtype=dtype, device=DEVICE) for value, dtype in values)
-    return probs_from_logits(logits.to(DEVICE).view(1, -1, V), *options, filters).view(logits.shape).cpu()
+    least = torch.tensor([min_p], dtype=torch.float64, device=DEVICE) if min_p else None
+    return probs_from_logits(logits.to(DEVICE).view(1, -1, V), *options, least, filters).view(logits.shape).cpu()
 
 
-def by_torch(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
+def by_torch(
+    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
     """Probabilities in float64 by the filters of the package, which sort; numbers that are none have probability 0."""
     scaled = torch.where(logits.isfinite(), logits, -torch.inf).double() / temperature
-    return filter_logits(scaled, top_k, top_p).softmax(-1).nan_to_num(0.0)
+    return filter_logits(scaled, top_k, top_p, min_p).softmax(-1).nan_to_num(0.0)
 
 
-FILTERS = [(None, 1.0), (3, 1.0), (100, 0.9), (None, 0.9), (1, 1.0), (5, 0.01)]
-LARGE = [(4096, 100, 0.9), (8192, 5, 0.01), (8192, None, 1.0), (16384, 100, 0.9), (16384, None, 0.9)]
+FILTERS = [
+    (None, 1.0, 0.0), (3, 1.0, 0.0), (100, 0.9, 0.0), (None, 0.9, 0.0), (1, 1.0, 0.0), (5, 0.01, 0.0), (None, 1.0, 0.1),
+    (100, 0.9, 0.3), (None, 1.0, 1.0),
+]  # fmt: skip
+LARGE = [
+    (4096, 100, 0.9, 0.0), (8192, 5, 0.01, 0.0), (8192, None, 1.0, 0.0), (16384, 100, 0.9, 0.0), (16384, None, 0.9, 0.01)
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("V", "top_k", "top_p"), [*((V, *each) for V in (5, 1000) for each in FILTERS), *LARGE])
-def test_probabilities_and_samples(V: int, top_k: int | None, top_p: float) -> None:
+@pytest.mark.parametrize(("V", "top_k", "top_p", "min_p"), [*((V, *each) for V in (5, 1000) for each in FILTERS), *LARGE])
+def test_probabilities_and_samples(V: int, top_k: int | None, top_p: float, min_p: float) -> None:
     top_k = None if top_k is None else min(top_k, V)
     logits = generated_logits(1, 2, V)
     seeds, position = torch.tensor([7]), torch.tensor([[3, 99]])
-    probs = filtered(logits, 0.8, top_k, top_p)
-    expected = by_torch(logits[0], 0.8, top_k, top_p)[None]
+    probs = filtered(logits, 0.8, top_k, top_p, min_p)
+    expected = by_torch(logits[0], 0.8, top_k, top_p, min_p)[None]
     assert torch.equal(probs > 0, expected > 0), "the support"
     torch.testing.assert_close(probs.double(), expected, atol=2e-6, rtol=0)
-    own = to_probs(logits, Sampling(0.8, top_k, top_p))
+    own = to_probs(logits, Sampling(0.8, top_k, top_p, min_p))
     sampled = sample_gumbel_max(probs.to(DEVICE), seeds.to(DEVICE), position.to(DEVICE)).cpu()
     assert torch.equal(sampled, Noise(seeds, position).sample(own, Purpose.TOKEN))
 
@@ -103,6 +113,7 @@ MIXED = [
     Sampling(0.9, top_k=100, top_p=0.5),
     Sampling(0.0),
     Sampling(2.0, top_k=1),
+    Sampling(0.9, top_k=50, min_p=0.1),
 ]
 
 
@@ -115,12 +126,13 @@ def test_images_of_several_options_are_as_each_alone(T: int, V: int) -> None:
     slots = SlotSampling(len(images), V, torch.device(DEVICE))
     for number, sampling in enumerate(images):
         slots.set([number], sampling)
-    found = probs_from_logits(logits.to(DEVICE), slots.temperature, slots.top_k, slots.top_p, slots.filters).cpu()
+    found = probs_from_logits(logits.to(DEVICE), slots.temperature, slots.top_k, slots.top_p, slots.min_p, slots.filters)
+    found = found.cpu()
     for row, sampling in enumerate(images):
         temperature = max(sampling.temperature, MIN_TEMPERATURE)
-        options = temperature, sampling.top_k, sampling.top_p
+        options = temperature, sampling.top_k, sampling.top_p, sampling.min_p
         assert torch.equal(found[row], filtered(logits[row], *options, filters=True))
-        if sampling.top_k is None and sampling.top_p == 1:
+        if sampling == Sampling(sampling.temperature):
             assert torch.equal(found[row], filtered(logits[row], *options, filters=False))
         expected = by_torch(logits[row], *options)
         assert torch.equal(found[row] > 0, expected > 0)
@@ -130,7 +142,7 @@ def test_images_of_several_options_are_as_each_alone(T: int, V: int) -> None:
 def test_filters_are_not_read_if_no_image_has_any() -> None:
     logits, unread = generated_logits(2, 3, 40).to(DEVICE), torch.zeros(2, device=DEVICE)
     temperature = torch.tensor([1.0, 0.5], device=DEVICE)
-    found = probs_from_logits(logits, temperature, unread.long(), unread.double(), False).cpu()
+    found = probs_from_logits(logits, temperature, unread.long(), unread.double(), None, False).cpu()
     assert torch.equal(found[0], filtered(logits[0].cpu())) and torch.equal(found[1], filtered(logits[1].cpu(), 0.5))
 
 

@@ -87,7 +87,7 @@ class ImageLanguageModel:
         processor_name, tokenizer_names, image_processor_name: classes of its processor and parts; the usual tokenizer first.
         special_tokens: names of the special tokens that its prompts need.
         uses_template: whether prompts pass through the chat template of the processor.
-        guidance_scale, temperature, top_k, top_p: defaults of the published model.
+        guidance_scale, temperature, top_k, top_p, min_p: defaults of the published model.
         guided: whether it has unconditional rows.
         has_pixels: whether it decodes its tokens to images itself.
         options: names of further arguments of the constructor.
@@ -112,6 +112,7 @@ class ImageLanguageModel:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
     guided: bool = True
     has_pixels: bool = True
     options: tuple[str, ...] = ()
@@ -133,18 +134,21 @@ class ImageLanguageModel:
         """Embeddings `[R, T, D]` of image tokens `[R, T]`."""
         return self.model.get_input_embeddings()(tokens if self.ids is None else self.ids[tokens])
 
+    @property
+    def head_rows(self) -> Tensor | slice:
+        """Which outputs of the model's head are the image tokens."""
+        return slice(self.vocab) if self.ids is None else self.ids
+
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[R, T, V]` of image tokens, whose weights are all that is read of the model's head."""
         if self._head is None:
-            ids = slice(self.vocab) if self.ids is None else self.ids
             with torch.inference_mode(False):  # it may be used elsewhere later
-                self._head = make_sliced_head(self.model.get_output_embeddings(), ids)
+                self._head = make_sliced_head(self.model.get_output_embeddings(), self.head_rows)
         return self._head(hidden)
 
     def head_layers(self) -> list[tuple[Tensor, Tensor | None]]:
         """Weights `[N, C]` and biases `[N]` of the layers of `head`, with a GELU between two."""
-        layer = self.model.get_output_embeddings()
-        ids = slice(self.vocab) if self.ids is None else self.ids
+        layer, ids = self.model.get_output_embeddings(), self.head_rows
         bias = getattr(layer, "bias", None)
         return [(layer.weight.detach()[ids], None if bias is None else bias.detach()[ids])]
 
@@ -166,8 +170,8 @@ class ImageLanguageModel:
 
     @property
     def default_sampling(self) -> dict[str, Any]:
-        """Guidance scale, temperature, top-k and top-p of the published model; a top-k beyond the vocabulary keeps all."""
-        values = {name: getattr(self, name) for name in ("guidance_scale", "temperature", "top_k", "top_p")}
+        """Guidance scale, temperature and filters of the published model; a top-k beyond the vocabulary keeps all."""
+        values = {name: getattr(self, name) for name in ("guidance_scale", "temperature", "top_k", "top_p", "min_p")}
         if self.top_k is not None and self.top_k > self.vocab:
             values["top_k"] = None
         return values

@@ -19,6 +19,7 @@ from vargen.decoding import LowResModel
 from vargen.folders.transformers_networks import NetworkKind
 from vargen.models.storage import read_weight
 from vargen.models.transformers.base import ImageLanguageModel, PromptRows, pad_prompts, tokenize, validate_size
+from vargen.models.transformers.causal import NETWORKS, CausalLanguageModel, XOmni, find_image_model, network_name
 from vargen.values import short_repr
 from vargen.weight_files import weights_digest
 
@@ -273,7 +274,7 @@ class GLMImage(ImageLanguageModel):
         return grid.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
 
 
-MODELS: dict[str, type[ImageLanguageModel]] = {each.class_name: each for each in (Janus, Emu3, GLMImage, Chameleon)}
+MODELS: dict[str, type[ImageLanguageModel]] = {each.class_name: each for each in (Janus, Emu3, GLMImage, Chameleon, XOmni)}
 
 
 def validate_release(language_model: type[ImageLanguageModel]) -> None:
@@ -285,20 +286,24 @@ def validate_release(language_model: type[ImageLanguageModel]) -> None:
 
 def find_description(model: Any) -> type[ImageLanguageModel] | None:
     """Return the class that describes a model of transformers, or of a subclass of its class; None for another object."""
-    return next((MODELS[each.__name__] for each in type(model).__mro__ if each.__name__ in MODELS), None)
+    known: dict[str, type[ImageLanguageModel]] = {**dict.fromkeys(NETWORKS, CausalLanguageModel), **MODELS}
+    return next((known[each.__name__] for each in type(model).__mro__ if each.__name__ in known), None)
 
 
-def describe_language_model(model: Any, **options: Any) -> ImageLanguageModel:
+def describe_language_model(model: Any, processor: Any = None, **options: Any) -> ImageLanguageModel:
     """Return the description of a model of transformers, or of a subclass of its class.
 
     Options are those of its constructor, such as `size`, rows and columns of the image in tokens. None: the published value.
+    Of a class that text models have, too, the tokenizer `processor` tells which image model it is.
     """
     found = find_description(model)
     if found is None:
         raise TypeError(f"model must be one of {', '.join(MODELS)} of transformers, got {short_repr(type(model).__name__)}")
     validate_release(found)
     given = {name: value for name, value in options.items() if value is not None}
+    if issubclass(found, CausalLanguageModel) and processor is not None:
+        found, given["tokenizer"] = find_image_model(network_name(model), processor), processor
     for name, value in given.items():
-        if name not in found.options:
+        if name not in (*found.options, "tokenizer"):
             raise TypeError(f"{name} must be None for a {found.class_name}, got {short_repr(value)}")
     return found(model, **given)

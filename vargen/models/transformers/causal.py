@@ -1,0 +1,208 @@
+"""Causal language models of text whose vocabulary also has image tokens: each model is a few lines of data.
+
+Their networks are classes of transformers that text models have, too. The special tokens of the tokenizer tell them apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.folders.transformers_networks import NetworkKind
+from vargen.models.transformers.base import ImageLanguageModel, PromptRows, pad_prompts, validate_size
+from vargen.values import short_repr
+
+# By class of transformers, what a folder holds; and the names that official folders give to such a class.
+NETWORKS = {name: NetworkKind(name, kind) for name, kind in (("GemmaForCausalLM", "gemma"), ("Qwen2ForCausalLM", "qwen2"))}
+OTHER_NAMES = {"SimpARForCausalLM": "Qwen2ForCausalLM"}
+
+
+def network_name(model: Any) -> str:
+    """Return which of the classes of `NETWORKS`, or of our own, a model is of."""
+    return next(each.__name__ for each in type(model).__mro__ if each.__name__ in (*NETWORKS, "XOmniForCausalLM"))
+
+
+class CausalLanguageModel(ImageLanguageModel):
+    """A causal language model with image tokens; without a tokenizer, any of its ids may be one.
+
+    Ids that are not image tokens are never sampled. Tokens are returned: other programs decode them.
+
+    Args:
+        tokenizer: that of the model, which tells where its image tokens are.
+        size: rows and columns of the image in tokens; None: the published one.
+
+    Attributes:
+        name: of the image model.
+        marks: special tokens by which its tokenizer is known.
+        codes: the most image tokens behind those of the tokenizer.
+        token_format: or else their names in the tokenizer, by number.
+        published_size: default of `size`.
+        prompt_format, negative_format: text of a prompt, and of a negative one, around the place `{}`.
+        blank: text of the unconditional rows without a negative prompt.
+    """
+
+    class_name, since = "CausalLanguageModel", "4.53"
+    processor_name = "PreTrainedTokenizerFast"
+    tokenizer_names, image_processor_name = ("PreTrainedTokenizerFast",), ""
+    has_pixels = False
+    options = ("size",)
+    name = ""
+    marks: tuple[str, ...] = ()
+    codes = 0
+    token_format = ""
+    published_size = (1, 1)
+    prompt_format = negative_format = "{}"
+    blank = ""
+
+    def __init__(self, model: Any, tokenizer: Any = None, size: tuple[int, int] | None = None):
+        super().__init__(model)
+        self.class_name, self.body = network_name(model), model.model
+        self.grid = self.size = validate_size(self.published_size if size is None else size)
+        first, last = 0, model.get_input_embeddings().num_embeddings
+        if tokenizer is not None:
+            first, last = self.find_ids(tokenizer, last)
+            self.ids = torch.arange(first, last, device=self.device)
+        self.vocab = last - first
+
+    def find_ids(self, tokenizer: Any, embedded: int) -> tuple[int, int]:
+        """Return the first image token and the one after the last: by their names, or the embeddings behind the tokenizer's."""
+        first = len(tokenizer)
+        if not self.token_format and embedded <= first:
+            raise ValueError(f"model must embed image tokens beside the {first} of its tokenizer, got {embedded} embeddings")
+        if not self.token_format:
+            return first, min(first + self.codes, embedded)
+        known, count = tokenizer.get_vocab(), 0
+        first = known[self.token_format.format(0)]
+        while known.get(self.token_format.format(count)) == first + count and first + count < embedded:
+            count += 1
+        if (name := self.token_format.format(count)) in known:
+            raise ValueError(f"processor must have consecutive ids of image tokens, got {known[name]} for {name}")
+        return first, first + count
+
+    def format_prompt(self, prompt: str) -> str:
+        """Return the text of a prompt."""
+        return self.prompt_format.format(prompt)
+
+    def encode_prompts(self, processor: Any, prompts: list[str], negative: list[str] | None) -> PromptRows:
+        def encode(texts: list[str]) -> PromptRows:
+            return pad_prompts([processor(text)["input_ids"] for text in texts], processor.pad_token_id or 0)
+
+        if negative is not None and not self.guided:
+            raise ValueError(f"negative_prompt must be None: {self.name} has no unconditional prompt")
+        found = encode([self.format_prompt(prompt) for prompt in prompts])
+        if not self.guided:
+            return found
+        texts = [self.blank] * len(prompts) if negative is None else [self.negative_format.format(each) for each in negative]
+        return replace(found, unconditional=encode(texts))
+
+    def validate_processor(self, processor: Any) -> None:
+        if not self.name:
+            raise TypeError(f"processor must be the tokenizer of a {self.class_name}, got {short_repr(processor)}")
+
+
+class Liquid(CausalLanguageModel):
+    """Liquid 7B (arXiv 2412.04332): Gemma with 8,192 image tokens of Chameleon's tokenizer."""
+
+    class_name, name, marks = "GemmaForCausalLM", "Liquid", ("<boi>", "<unconditional>")
+    codes, published_size = 8192, (32, 32)
+    prompt_format = negative_format = "{} Generate an image based on this description.<boi>"
+    blank = "<unconditional><boi>"
+    guidance_scale, temperature, top_k, top_p = 7.0, 0.99, 4096, 0.96
+
+
+class SimpleAR(CausalLanguageModel):
+    """SimpleAR 0.5B and 1.5B (arXiv 2504.11455): Qwen2 with 64,000 image tokens of the Cosmos tokenizer DV 8 x 16 x 16."""
+
+    class_name, name, marks = "Qwen2ForCausalLM", "SimpleAR", ("<|t2i|>", "<|soi|>")
+    codes, published_size = 64_000, (64, 64)
+    prompt_format, negative_format = "<|t2i|>A highly realistic image of {}<|soi|>", "<|t2i|>{}<|soi|>"
+    blank = negative_format.format(
+        "An image of aerial view, overexposed, low quality, deformation, a poor composition, bad hands, bad teeth, bad eyes, "
+        "bad limbs, distortion"
+    )
+    guidance_scale = 6.0
+
+
+class Tar(CausalLanguageModel):
+    """Tar 1.5B and 7B (arXiv 2506.18898): Qwen2.5 with 65,536 image tokens in its tokenizer, at three scales.
+
+    Its tokens stand for meaning; a second model makes the image from them.
+    """
+
+    class_name, name, marks = "Qwen2ForCausalLM", "Tar", ("<I0>", "<S0>")
+    published_size, token_format = (27, 27), "<I{}>"
+    prompt_format = (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+        "<im_start>"
+    )
+    guided, top_k, top_p = False, 1200, 0.95
+    scales = ((27, 27), (13, 13), (9, 9))
+
+    def __init__(self, model: Any, tokenizer: Any = None, size: tuple[int, int] | None = None):
+        super().__init__(model, tokenizer, size)
+        if self.size not in self.scales:
+            raise ValueError(f"size must be one of {', '.join(map(str, self.scales))} for Tar, got {self.size}")
+
+    def format_prompt(self, prompt: str) -> str:
+        return f"{super().format_prompt(prompt)}<S{self.scales.index(self.size)}>"
+
+
+def _own_network() -> Any:
+    from vargen.models.transformers.x_omni import XOmniForCausalLM
+
+    return XOmniForCausalLM
+
+
+class XOmni(CausalLanguageModel):
+    """X-Omni 7B (arXiv 2507.22058): Qwen2.5 with layers, embeddings and a head for image tokens alone; see `x_omni`."""
+
+    class_name, name, marks = "XOmniForCausalLM", "X-Omni", ("<SOM>", "<IMAGE>", "<MM-Token-0>")
+    stored = NetworkKind(
+        class_name,
+        "x-omni",
+        renamed=(
+            (r"^model\.lm_embed_tokens\.", "model.embed_tokens.text."),
+            (r"^model\.mm_embed_tokens\.", "model.embed_tokens.image."),
+            (r"^model\.lm_norm\.", "model.norm.text."),
+            (r"^model\.mm_norm\.", "model.norm.image."),
+        ),
+        ignored=(r"^lm_head\.",),
+        own=_own_network,
+        more=("mm_vocab_size", "image_vocab_size", "num_mm_adap_layers", "num_mm_head_layers"),
+    )
+    published_size, token_format = (72, 72), "<MM-Token-{}>"
+    guided, min_p = False, 0.03
+
+    def __init__(self, model: Any, tokenizer: Any = None, size: tuple[int, int] | None = None):
+        if not isinstance(model, _own_network()):
+            raise TypeError("model must be an X-Omni that vargen.open_pipeline opened, got one with code of its own")
+        super().__init__(model, tokenizer, size)
+
+    @property
+    def head_rows(self) -> Tensor | slice:
+        rows = super().head_rows
+        return rows if isinstance(rows, slice) else rows - self.model.config.vocab_size
+
+    def format_prompt(self, prompt: str) -> str:
+        return f"{prompt}<SOM>{self.size[0]} {self.size[1]}<IMAGE>"
+
+    @property
+    def head_settings(self) -> dict[str, Any]:
+        raise ValueError("draft heads must be left out: the states of X-Omni also say which tokens are image tokens")
+
+
+IMAGE_MODELS: tuple[type[CausalLanguageModel], ...] = (Liquid, SimpleAR, Tar, XOmni)
+
+
+def find_image_model(class_name: str, tokenizer: Any) -> type[CausalLanguageModel]:
+    """Return the image model of a class of transformers that a tokenizer belongs to; ValueError for that of a text model."""
+    candidates = [each for each in IMAGE_MODELS if each.class_name == class_name]
+    known = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    for each in candidates:
+        if all(mark in known for mark in each.marks):
+            return each
+    names = ", or ".join(f"{' and '.join(each.marks)} of {each.name}" for each in candidates)
+    raise ValueError(f"this {class_name} generates text: its tokenizer lacks the special tokens {names}")
