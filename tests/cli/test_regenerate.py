@@ -15,7 +15,9 @@ from vargen.image_metadata import describe_parameters, model_digest, png_chunks,
 from vargen.pipelines.regeneration import explain_difference, validate_regenerable
 
 
-@pytest.mark.parametrize(("method", "options"), [("gumbel", ("--top-k", "9", "--temperature", "0.7")), ("ar", ())])
+@pytest.mark.parametrize(
+    ("method", "options"), [("gumbel", ("--top-k", "9", "--temperature", "0.7", "--min-p", "0.2")), ("ar", ())]
+)
 def test_the_same_image_comes_back(run: Any, text_model: Path, method: str, options: tuple[str, ...]) -> None:
     words = ("--model", text_model, "--seed", 7, "-n", 2, "--accelerator", method, "-o", "all.png", *options)
     assert run("generate", "a cat", *words).exit_code == 0

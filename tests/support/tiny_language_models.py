@@ -11,7 +11,13 @@ from vargen.compat import ensure_torchvision, installed_version
 
 ensure_torchvision()
 
-RELEASES = {"janus": (4, 52), "emu3": (4, 53), "chameleon": (4, 53), "glm-image": (5, 0)}  # of transformers, that they need
+RELEASES = {
+    "janus": (4, 52),
+    "emu3": (4, 53),
+    "chameleon": (4, 53),
+    "x-omni": (4, 56),
+    "glm-image": (5, 0),
+}  # of transformers, that they need
 WORDS = "a red blue green apple car cat dog on under the moon 0 1 2 3 4 5 6 7 8 9 * lowres , blurry".split()
 SPECIAL = ["<pad>", "<s>", "</s>", "<boi>", "<eoi>", "<image>", "<wrap>", "<eof>", "<eol>"]
 PAD, BOS, EOS, BOI = range(4)

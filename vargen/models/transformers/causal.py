@@ -159,7 +159,7 @@ def _own_network() -> Any:
 class XOmni(CausalLanguageModel):
     """X-Omni 7B (arXiv 2507.22058): Qwen2.5 with layers, embeddings and a head for image tokens alone; see `x_omni`."""
 
-    class_name, name, marks = "XOmniForCausalLM", "X-Omni", ("<SOM>", "<IMAGE>", "<MM-Token-0>")
+    class_name, since, name, marks = "XOmniForCausalLM", "4.56", "X-Omni", ("<SOM>", "<IMAGE>", "<MM-Token-0>")
     stored = NetworkKind(
         class_name,
         "x-omni",
