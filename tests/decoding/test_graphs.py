@@ -155,8 +155,8 @@ def test_any_mixture_of_options_is_captured(method: str, monkeypatch: pytest.Mon
     for number, sampling in enumerate(OPTIONS):
         engine.submit(conditions.select_rows(torch.tensor([number])), torch.tensor([number]), sampling)
     found = {image.number: image for image in engine.run()}
-    width = next(width for width, _ in kinds)
-    assert set(kinds) == {(width, False), (width, True)} and RecordedGraph.made == 2
+    width = next(width for width, *_ in kinds)
+    assert set(kinds) == {(width, False, True), (width, True, True)} and RecordedGraph.made == 2
     assert RecordedGraph.replays == kinds.total() - 2 * EAGER_PASSES > 0
     for number, sampling in enumerate(OPTIONS):
         row, seeds = conditions.select_rows(torch.tensor([number])), torch.tensor([number])
