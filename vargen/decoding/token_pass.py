@@ -105,6 +105,7 @@ class TokenPass:
 
     def run(self, width: int, cache: Any = None) -> PassResult:
         """Run a pass that feeds at most `width` tokens, with what `TokenModel.narrow` returns of the cache; None: with all."""
+        cache = self.state.cache if cache is None else cache
         state, model, measure = self.state, self.model, self.clock.measure
         with measure("draft"):
             state.token_noise.start_pass(state.seeds, state.pass_number)
@@ -112,7 +113,7 @@ class TokenPass:
             draft = self.drafter.propose(state, noise, width).put_forced(model.forced, state.length)
             inputs, position = state.feed(draft)
         with measure("target"):
-            out = model.forward(inputs, state.cache if cache is None else cache, draft.tree)
+            out = model.forward(inputs, cache, draft.tree)
         with measure("accept"):
             noise = self._noise(position)
             probs, verdict, sums = verify_draft(self.rule, self.drafter, out.logits, draft, noise, state)
