@@ -138,9 +138,13 @@ def attend_int8(
 
 
 def guide_rows(features_RTD: Tensor, scale: float | Tensor) -> Tensor:
-    """Classifier-free guidance `[R/2, T, D]` of float32 features: u + s (c - u), one operation at a time."""
+    """Classifier-free guidance `[R/2, T, D]` of float32 features: u + s (c - u), one operation at a time.
+
+    Where the scale is 1, it is c, to the bit.
+    """
     conditional, unconditional = features_RTD.chunk(2)
-    return (conditional - unconditional).mul_(scale).add_(unconditional)
+    guided = (conditional - unconditional).mul_(scale).add_(unconditional)
+    return torch.where(torch.as_tensor(scale) == 1, conditional, guided)
 
 
 def quantize_weight_rows(weight_NK: Tensor) -> tuple[Tensor, Tensor]:

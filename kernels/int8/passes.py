@@ -147,7 +147,8 @@ def run_token_pass(weights, slots, buffers, tokens, positions, ancestors, guidan
     Args:
         positions: grid cells, which are clamped to the last one; `[0, 0]`: consecutive from the pointer.
         ancestors: which tokens of the pass each token attends to; `[R, 0, 0]` for a chain.
-        guidance: scales of classifier-free guidance between the first and the last B rows; `[0, 0]` without.
+        guidance: scales of classifier-free guidance between the first and the last B rows, 1 for the first alone; `[0, 0]`
+            without.
         states, features: written: residuals before and after the final norm.
         logits: written; all R rows without guidance.
     """
@@ -173,7 +174,7 @@ def run_token_pass(weights, slots, buffers, tokens, positions, ancestors, guidan
         for t in range(T):
             for d in range(D):
                 row[d] = features[r, t, d]
-                if len(guidance):
+                if len(guidance) and guidance[r, t] != ONE:
                     unconditional = features[len(guidance) + r, t, d]
                     row[d] = (row[d] - unconditional) * guidance[r, t] + unconditional
             buffers.scale[r * T + t] = quantize(row, D, buffers.wide[r * T + t])

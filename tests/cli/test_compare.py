@@ -46,7 +46,7 @@ def test_default_methods_leave_out_what_the_model_cannot_run(run: Any, text_mode
     assert "speculative was left out" in result.stderr and "layer-skip was left out" in result.stderr
     names = [method["name"] for method in json.loads(result.stdout)["methods"]]
     assert names[:6] == ["ar", "sjd", "scd", "gumbel", "gsd", "lantern-jacobi"]
-    assert names[6:] == ["wavefront", "pac", "gumbel-tree", "lookup", "recycle"]
+    assert names[6:] == ["diversed", "wavefront", "pac", "gumbel-tree", "lookup", "recycle"]
     asked = run("compare", "--prompt-file", prompts, "--model", text_model, "--methods", "speculative")
     assert asked.exit_code == 2 and "needs a draft model" in asked.stderr
 

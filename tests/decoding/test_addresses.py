@@ -106,13 +106,13 @@ class Watch:
         self._fixed: dict[int, torch.Size] = {}
         monkeypatch.setattr(engine._pass, "run", self.run)
 
-    def run(self, width: int) -> PassResult:
+    def run(self, width: int, cache: Any) -> PassResult:
         """Run a pass, which has to consist of the same operations on the same tensors as the first of its kind."""
         kind = width, self.engine._pass.state.sampling.filters
         self.passes[kind] += 1
         is_first = self.passes.total() == 1  # which also makes what is kept, such as the tree of a window
         with WrittenDown(refuses=not is_first) as written:
-            result = self._run(width)
+            result = self._run(width, cache)
         self._fixed = written.fixed
         if not is_first:
             first = self._second.setdefault(kind, written)

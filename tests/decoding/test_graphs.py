@@ -158,7 +158,8 @@ def test_any_mixture_of_options_is_captured(method: str, monkeypatch: pytest.Mon
         engine.submit(conditions.select_rows(torch.tensor([number])), torch.tensor([number]), sampling)
     found = {image.number: image for image in engine.run()}
     width = next(width for width, *_ in kinds)
-    assert set(kinds) == {(width, False, False), (width, True, False), (width, True, True)} and RecordedGraph.made == 3
+    expected = {(width, False, False, True), (width, True, False, True), (width, True, True, True)}
+    assert set(kinds) == expected and RecordedGraph.made == 3
     assert RecordedGraph.replays == kinds.total() - 3 * EAGER_PASSES > 0
     for number, sampling in enumerate(options):
         row, seeds = conditions.select_rows(torch.tensor([number])), torch.tensor([number])

@@ -24,7 +24,15 @@ from vargen.decoding import (
     decode,
     speculative_sampling,
 )
-from vargen.decoding.experimental import JacobiTree, SampledTree, SpeculativeTree, TypicalRule, Wavefront, WavefrontRule
+from vargen.decoding.experimental import (
+    JacobiTree,
+    MixtureRule,
+    SampledTree,
+    SpeculativeTree,
+    TypicalRule,
+    Wavefront,
+    WavefrontRule,
+)
 from vargen.decoding.neighbors import build_neighbor_table
 from vargen.decoding.tree_rules import DraftTokens
 from vargen.files import cache_folder
@@ -326,6 +334,31 @@ def test_a_neighbourhood_is_the_longest_prefix_within_its_bounds():
                 break
             mass += p[image, other]
         assert abs(found[image] - mass) < 1e-12
+
+
+# -- mixtures -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+def test_a_mixture_accepts_and_spends_in_proportion_to_the_distance_of_the_draft(weight):
+    p, q = random_probs(40, 9, False).unbind(1)
+    tokens = torch.arange(9).expand(40, -1)
+    rows = [each[:, None].expand(-1, 9, -1) for each in (p, q)]
+    drafted = DraftTokens(*rows, tokens, torch.ones(9))
+    distance = (p - q).clamp(min=0).sum(1)
+    rule = MixtureRule(weight)
+    accepted = rule.accept_prob(*rows, tokens).clamp(max=1)
+    assert torch.allclose((q * accepted).sum(1), 1 - weight * distance)
+    assert torch.allclose((q * rule.relaxation(drafted)).sum(1), (1 - weight) * distance)
+    committed = q * accepted + (q * (1 - accepted)).sum(1, keepdim=True) * (p - q).clamp(min=0) / distance[:, None]
+    assert torch.allclose(committed, weight * p + (1 - weight) * q)
+
+
+def test_a_mixture_never_accepts_what_the_filters_exclude():
+    p, q = random_probs(40, 9, True).unbind(1)
+    tokens = torch.arange(9).expand(40, -1)
+    found = MixtureRule(0.2).accept_prob(p[:, None].expand(-1, 9, -1), q[:, None].expand(-1, 9, -1), tokens)
+    assert torch.equal(found > 0, p > 0) and (p == 0).any()
 
 
 # -- local repair ------------------------------------------------------------------------------------------------------

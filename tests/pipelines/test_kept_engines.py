@@ -56,7 +56,7 @@ CALLS: dict[str, tuple[int, dict[str, Any]]] = {  # graphs that a call captures 
     "without filters": (1, {"top_k": None}),
     "more images": (1, {"images": 4}),
     "without guidance": (1, {"guidance_scale": 1.0}),
-    "an interval": (1, {"guidance_interval": 5}),
+    "an interval": (2, {"guidance_interval": 5}),
     "another window": (1, {"method": "gumbel:window=5"}),
     "another method": (1, {"method": "ar"}),
 }

@@ -30,6 +30,7 @@ from vargen.decoding.experimental import (
     JacobiTree,
     LayerSkip,
     Lookup,
+    MixtureRule,
     Recycle,
     SampledTree,
     SpeculativeTree,
@@ -63,6 +64,7 @@ RELAXED_RULES: dict[str, RelaxedRule] = {
     "neighborhood by delta": NeighborhoodRule(size=8, ratio=None, delta=0.5),
     "neighborhood by both": NeighborhoodRule(size=3, ratio=4.0, delta=0.2),
     "typical": TypicalRule(epsilon=0.5, alpha=0.6),
+    "mixture": MixtureRule(weight=0.6),
     "pooled": PooledRule(size=2, threshold=0.5),
 }
 TREE_RULES = {name: rule for name, rule in RELAXED_RULES.items() if "tree" in rule.topologies}

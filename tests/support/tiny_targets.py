@@ -11,6 +11,7 @@ from tiny_models import tiny_transformer, tiny_vq
 
 from vargen.decoding.jacobi import Jacobi
 from vargen.kernels import dispatch
+from vargen.models.guidance import Guidance
 from vargen.models.heads.decoding import EagleModel, LowResolutionDrafter, MedusaHeads
 from vargen.models.heads.network import EagleDrafter, MedusaDrafter, TokenUpsampler
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
@@ -18,7 +19,9 @@ from vargen.models.llamagen.decoding import LlamaGenTokenModel
 GRID = 6  # so that windows of 16 reach beyond rows and, at the end, beyond the grid
 
 
-def tiny_target(device: str = "cpu", low_res: LowResolutionDrafter | None = None) -> LlamaGenTokenModel:
+def tiny_target(
+    device: str = "cpu", low_res: LowResolutionDrafter | None = None, guidance: Guidance | float = 2.0
+) -> LlamaGenTokenModel:
     sizes = {"grid_size": GRID, "n_head": 2, "multiple_of": 32}
     codes = torch.randn(64, 8, generator=torch.Generator().manual_seed(2)).to(device)
     draft = LlamaGenTokenModel(tiny_transformer("class", n_layer=1, grid_size=GRID).to(device))
@@ -27,7 +30,7 @@ def tiny_target(device: str = "cpu", low_res: LowResolutionDrafter | None = None
     medusa = MedusaDrafter(32, 64, 4).eval().to(device)
     transformer = tiny_transformer("class", n_layer=3, grid_size=GRID).to(device)
     heads = {"eagle": partial(EagleModel, eagle), "medusa": partial(MedusaHeads, medusa)}
-    return LlamaGenTokenModel(transformer, 2.0, codebook=codes, draft_model=draft, draft_heads=heads, low_res=low_res)
+    return LlamaGenTokenModel(transformer, guidance, codebook=codes, draft_model=draft, draft_heads=heads, low_res=low_res)
 
 
 def tiny_low_res(upsampled: bool) -> LowResolutionDrafter:

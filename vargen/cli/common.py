@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 # The names of the presets of `vargen.decoding`, so that a wrong one is reported without importing torch.
 METHODS = (
     "auto", "ar", "sjd", "scd", "gumbel", "gsd", "mulo-exact", "mulo", "speculative", "eagle", "lantern", "medusa",
-    "lantern-jacobi", "wavefront", "pac", "gumbel-tree", "speculative-tree", "layer-skip", "lookup", "recycle", "eagle-gumbel",
-    "eagle-2", "plain", "code", "economy", "target", "sdvg", "sdvg-learned", "stride", "early-exit",
+    "lantern-jacobi", "diversed", "wavefront", "pac", "gumbel-tree", "speculative-tree", "layer-skip", "lookup", "recycle",
+    "eagle-gumbel", "eagle-2", "plain", "code", "economy", "target", "sdvg", "sdvg-learned", "stride", "early-exit",
 )  # fmt: skip
 MAX_IMAGES = 1_000_000  # per command: more than any published evaluation has, and small enough for memory
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")

@@ -191,7 +191,7 @@ class Engine:
             was_active = self.num_active > 0
             self._start_waiting()
             if was_active:
-                width = self._pass()
+                width = self._pass(min(request.length for request in self._held if request is not None))
                 self._report(self._held, width)
             refused, self._refused = self._refused, []
             return refused + self._read_reports()

@@ -101,6 +101,13 @@ class TokenModel:
         """
         raise NotImplementedError
 
+    def narrow(self, state: Any, length: int) -> Any:
+        """Return what `forward` needs of the state if each image has at least `length` tokens, all but the last in the state.
+
+        All other methods take the whole state. The result is the same object in each pass that needs the same.
+        """
+        return state
+
     def commit(self, state: Any, path: Tensor, count: Tensor, tree: Tree) -> None:
         """Keep the first `count` slots of `path` from the last pass (see `Verdict`) and discard the others."""
         raise NotImplementedError

@@ -90,19 +90,22 @@ class TokenPass:
         bad = ~ops.sum_rows(out.logits).isfinite()[:, 0]
         state.nonfinite[rows] = torch.where(bad, 0, state.num_tokens)
 
-    def __call__(self) -> int:
-        """Run a pass. Returns the number of tokens T that it fed to each image."""
+    def __call__(self, length: int = 0) -> int:
+        """Run a pass over images of at least `length` tokens. Returns the number of tokens T that it fed to each."""
+        cache = self.model.narrow(self.state.cache, length)
         width = self.drafter.width if self._controller is None else self._controller.choose()
         if self.captured is not None:  # on a GPU, where no controller chooses widths
-            self.captured.run((width, *self.state.sampling.kind), partial(self.run, width))
+            key = width, *self.state.sampling.kind, cache is self.state.cache
+            self.captured.run(key, partial(self.run, width, cache))
             return width
-        result = self.run(width)
+        result = self.run(width, cache)
         if self._controller is not None:
             self._controller.observe(result.verdict.count, result.count > 0)
         return result.noise.position.shape[1]
 
-    def run(self, width: int) -> PassResult:
-        """Run a pass that feeds at most `width` tokens."""
+    def run(self, width: int, cache: Any = None) -> PassResult:
+        """Run a pass that feeds at most `width` tokens, with what `TokenModel.narrow` returns of the cache; None: with all."""
+        cache = self.state.cache if cache is None else cache
         state, model, measure = self.state, self.model, self.clock.measure
         with measure("draft"):
             state.token_noise.start_pass(state.seeds, state.pass_number)
@@ -110,7 +113,7 @@ class TokenPass:
             draft = self.drafter.propose(state, noise, width).put_forced(model.forced, state.length)
             inputs, position = state.feed(draft)
         with measure("target"):
-            out = model.forward(inputs, state.cache, draft.tree)
+            out = model.forward(inputs, cache, draft.tree)
         with measure("accept"):
             noise = self._noise(position)
             probs, verdict, sums = verify_draft(self.rule, self.drafter, out.logits, draft, noise, state)

@@ -10,12 +10,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from vargen.decoding import TokenModel, Tree
+from vargen.decoding import Output, TokenModel, Tree
 from vargen.decoding.tree_drafters import repeat_for_cfg
 from vargen.values import OPTIONS, require_int, short_repr
 
@@ -87,7 +88,8 @@ class Guidance:
 
     Attributes:
         scale: 1 runs without the unconditional rows.
-        interval: last guided decoding step of a next-token model, counted from 0; None guides all.
+        interval: last guided decoding step of a next-token model, counted from 0; None guides all. Passes after it run
+            without the unconditional rows, once all images of a batch are past it.
         negative: condition of the unconditional rows, unless the condition has its own. Default: the null condition.
     """
 
@@ -159,6 +161,29 @@ class GuidedTokenModel(TokenModel):
             bound._scale = torch.full((slots, 1, 1), self.guidance.scale, dtype=torch.float32, device=self.device)
         bound.make_heads(self._make_heads)
         return bound
+
+    def narrow(self, state: Any, length: int) -> Any:
+        interval = self.guidance.interval  # of a token at this position, the root of a pass or a later one
+        is_past = self.rows_per_image == 2 and interval is not None and length - 1 > interval
+        return state.conditional if is_past else state
+
+    def forward(self, tokens: Tensor, state: Any, tree: Tree) -> Output:
+        """See `TokenModel`. Unconditional rows that are not computed have the features of the conditional ones."""
+        if state.rows == len(tokens) * self.rows_per_image:
+            return self.run_pass(tokens, state, tree)
+        out = self._unguided.run_pass(tokens, state, tree)
+        return Output(out.logits, None if out.features is None else self.guidance.repeat(out.features))
+
+    def run_pass(self, tokens: Tensor, state: Any, tree: Tree) -> Output:
+        """Run a pass of all rows; as `forward`."""
+        raise NotImplementedError
+
+    @cached_property
+    def _unguided(self) -> Self:
+        """The same model without guidance."""
+        model = copy(self)
+        model.guidance, model.rows_per_image, model._scale = Guidance(), 1, None
+        return model
 
     def commit(self, state: Any, path: Tensor, count: Tensor, tree: Tree) -> None:
         if tree.is_chain:

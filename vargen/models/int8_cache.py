@@ -5,14 +5,16 @@ Shape suffixes: R rows, P prefix slots, T tokens of one pass, S slots, G key hea
 
 from __future__ import annotations
 
-from typing import Any
+from copy import copy
+from functools import cached_property
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vargen.kernels.int8.arithmetic import quantize_activations
-from vargen.kernels.int8.format import allocate_slots
+from vargen.kernels.int8.format import Slots, allocate_slots
 from vargen.models.quantization import as_array
 
 
@@ -55,10 +57,26 @@ class Int8Cache:
         self.slots = prefix + tokens + scratch
         self.most_slots = prefix + tokens if most_slots is None else most_slots
         shape = layers, rows, heads, head_dim
-        self.arrays = allocate_slots(*shape, prefix=prefix, slots=self.slots, most=self.most_slots)
+        self._use(allocate_slots(*shape, prefix=prefix, slots=self.slots, most=self.most_slots))
+
+    def _use(self, arrays: Slots) -> None:
+        self.arrays = arrays
         self.k, self.v, self.k_scale, self.v_scale, self.length, self.prefix_bias = map(torch.from_numpy, self.arrays[:6])
         self._stores = self.k, self.v, self.k_scale, self.v_scale
         self._keys, self._values = (store.view(torch.int16).unflatten(-1, (-1, 2)) for store in (self.k, self.v))
+
+    @cached_property
+    def conditional(self) -> Self:
+        """As `KVCache.conditional`."""
+        return self.first_half()
+
+    def first_half(self) -> Self:
+        """Return the first half of the rows: the same memory."""
+        part = copy(self)
+        part.rows, part.buffers = self.rows // 2, None
+        stores = {name: each[: part.rows] for name, each in self.arrays._asdict().items() if name != "limits"}
+        part._use(self.arrays._replace(**stores))
+        return part
 
     @property
     def nbytes(self) -> int:

@@ -9,7 +9,9 @@ Shape suffixes: R rows (images, times two under guidance), S slots, P prefix slo
 
 from __future__ import annotations
 
-from typing import Any
+from copy import copy
+from functools import cached_property
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -33,6 +35,8 @@ class KVCache:
         prefix_bias: `[R, P]` float32, added to the scores of the prefix slots; set by `set_prefix_bias`.
         kv: `[layers, 2, R, H, S, K]`, keys and values, so that a pass writes both at once.
     """
+
+    _by_row: ClassVar[tuple[str, ...]] = ("length", "prefix_bias", "_bias", "_first_slot")
 
     def __init__(
         self,
@@ -64,12 +68,21 @@ class KVCache:
     @property
     def k(self) -> Tensor:
         """Keys `[layers, R, H, S, K]`, a view."""
-        return self.kv[:, 0]
+        return self.kv[:, 0, : self.rows]
 
     @property
     def v(self) -> Tensor:
         """Values `[layers, R, H, S, K]`, a view."""
-        return self.kv[:, 1]
+        return self.kv[:, 1, : self.rows]
+
+    @cached_property
+    def conditional(self) -> Self:
+        """This cache for passes that run the first half of its rows, the conditional ones; it commits for all rows."""
+        part = copy(self)
+        part.rows = self.rows // 2
+        for name in self._by_row:
+            setattr(part, name, getattr(self, name)[: part.rows])
+        return part
 
     def write_prefix(self, layer: int, k_RPHK: Tensor | None, v_RPHK: Tensor) -> None:
         """Store the conditioning. `k_RPHK=None` leaves the keys at zero, as LlamaGen's conditioning keys always are."""
@@ -200,7 +213,7 @@ class LayerView:
     """The part of one layer that a pass reads and writes. Blocks get this and not their number: code is compiled once for all.
 
     Args:
-        kv: keys and values of the layer, `[2, R, H, slots, K]`.
+        kv: keys and values of the layer, `[2, R, H, slots, K]`; a pass may run fewer rows, the first ones.
         slots: flat indices `[R, T, 2 H]` of the slots to write, over rows, heads and slots.
         reach: number of slots S to read.
     """
@@ -211,7 +224,8 @@ class LayerView:
     def write(self, kv_RTHK: Tensor) -> tuple[Tensor, Tensor]:
         """Write a pass's keys and values `[R, T, 2 H, K]`, and return all of the layer, `[R, H, S, K]` each."""
         self.kv.flatten(0, 3).index_put_((self.slots,), kv_RTHK)
-        return self.kv[0, :, :, : self.reach], self.kv[1, :, :, : self.reach]
+        rows = len(self.slots)
+        return self.kv[0, :rows, :, : self.reach], self.kv[1, :rows, :, : self.reach]
 
 
 class _RangeView:
@@ -242,7 +256,7 @@ class CacheView:
         self.slots, self.num_slots_read = slots, reach
         if isinstance(slots, slice):  # views of all layers at once, which saves an operation per layer
             held = (store[:, :, :, :reach].unbind() for store in (cache.k, cache.v))
-            new = cache.kv[..., slots, :].permute(0, 2, 4, 1, 3, 5).unbind()  # [R, T, 2, H, K] each
+            new = cache.kv[:, :, : cache.rows, :, slots].permute(0, 2, 4, 1, 3, 5).unbind()  # [R, T, 2, H, K] each
             self.layers = list(map(_RangeView, new, *held))
         else:
             self.layers = [LayerView(cache.kv[layer], slots, reach) for layer in range(len(cache.kv))]

@@ -145,7 +145,7 @@ def test_a_step_reads_nothing_on_the_host(name: str, captured: bool, monkeypatch
         token_pass.start([0, 1], Condition(class_labels=condition), seeds, Sampling(top_k=20, top_p=0.95))
         names.clear()
         results, run = [], token_pass.run
-        monkeypatch.setattr(token_pass, "run", lambda width: results.append(run(width)) or results[-1])
+        monkeypatch.setattr(token_pass, "run", lambda width, cache: results.append(run(width, cache)) or results[-1])
         for _ in range(4):
             assert token_pass() == drafter.width
     made = EAGER_PASSES + 1 if captured else 4  # one is captured, and then replayed

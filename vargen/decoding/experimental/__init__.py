@@ -9,7 +9,7 @@ from vargen.decoding.experimental.eagle_children import EagleSharedNoise, EagleT
 from vargen.decoding.experimental.earlier_tokens import Lookup, Recycle
 from vargen.decoding.experimental.jacobi_tree import JacobiTree
 from vargen.decoding.experimental.layer_skip import LayerSkip
-from vargen.decoding.experimental.rules import TypicalRule, k_seq, recursive_rejection
+from vargen.decoding.experimental.rules import MixtureRule, TypicalRule, k_seq, recursive_rejection
 from vargen.decoding.experimental.small_model_tree import SampledTree as SampledTree
 from vargen.decoding.experimental.small_model_tree import SpeculativeTree
 from vargen.decoding.experimental.wavefront import Wavefront, WavefrontRule
@@ -20,7 +20,7 @@ from vargen.decoding.rules import shared_noise, speculative_sampling
 from vargen.decoding.tree_drafters import DynamicTree
 from vargen.decoding.tree_rules import traversal
 
-RULES.update({"recursive-rejection": recursive_rejection, "k-seq": k_seq, "typical": TypicalRule()})
+RULES.update({"recursive-rejection": recursive_rejection, "k-seq": k_seq, "typical": TypicalRule(), "mixture": MixtureRule()})
 _preset = partial(Accelerator, experimental=True)
 register_presets(
     _preset(
@@ -29,6 +29,13 @@ register_presets(
         acceptance=NeighborhoodRule(),
         summary="scd that accepts a draft token by the total probability of similar tokens",
         source="Jang et al. 2024, LANTERN, arXiv 2410.03355, and Park et al. 2025, LANTERN++, arXiv 2502.06352",
+    ),
+    _preset(
+        name="diversed",
+        drafter=Jacobi(window=16, coupling="maximal"),
+        acceptance=MixtureRule(),
+        summary="scd that verifies against a mixture of the target's and the draft's probabilities",
+        source="DIVERSED 2026, arXiv 2604.07622, with a fixed weight",
     ),
     _preset(
         name="wavefront",

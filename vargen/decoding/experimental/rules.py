@@ -1,4 +1,4 @@
-"""Rules that lose here: recursive rejection and k-SEQ, which are exact on trees, and typical acceptance.
+"""Rules that lose here: recursive rejection and k-SEQ, which are exact on trees; typical acceptance; fixed mixtures.
 
 Shape suffixes: B images, T tokens fed in one pass, S draft tokens, K children of a node, V vocabulary.
 """
@@ -109,3 +109,23 @@ class TypicalRule(RelaxedRule):
     def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         entropy = -(p * p.clamp_min(1e-30).log()).sum(-1)
         return (gather_prob(p, tokens) > (self.alpha * (-entropy).exp()).clamp(max=self.epsilon)).to(p.dtype)
+
+
+@dataclass(frozen=True)
+class MixtureRule(RelaxedRule):
+    """Relaxed rule: verify against the mixture w p + (1 - w) q, so accept draft token x if u < w p(x) / q(x) + 1 - w.
+
+    The static ensemble of DIVERSED (2026, arXiv 2604.07622); its learned weights by context are not here. A draft token sampled
+    from q is accepted with probability 1 - w TV(p, q), and the result is distributed as the mixture, at a total variation of
+    (1 - w) TV(p, q) from p. A draft token that the filters set to probability zero is never accepted: greedy sampling is exact.
+
+    Args:
+        weight: w, from 0, where all possible draft tokens are accepted, to 1, the exact rule.
+        budget, tightening: see `RelaxedRule`.
+    """
+
+    weight: float = number_field(0.8, 0, 1)
+
+    def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
+        own_p, own_q = gather_prob(p, tokens), gather_prob(q, tokens)
+        return torch.where(own_p > 0, self.weight * own_p / own_q.clamp_min(1e-30) + 1 - self.weight, 0.0)

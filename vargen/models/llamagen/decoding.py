@@ -97,7 +97,7 @@ class LlamaGenTokenModel(GuidedTokenModel):
         state.start_rows(new, self.guidance.rows_of(rows, state.rows, self.device))
         return Output(out.logits, out.hidden_states)
 
-    def forward(self, tokens: Tensor, state: KVCache | Int8Cache, tree: Tree) -> Output:
+    def run_pass(self, tokens: Tensor, state: KVCache | Int8Cache, tree: Tree) -> Output:
         rows = tokens if isinstance(state, Int8Cache) else self.guidance.repeat(tokens)
         scale, places = self._scale, {}
         if self.guidance.interval is not None:

@@ -143,7 +143,7 @@ def run_step(
         x = _run_layers(network, embedded, cos_sin, cache, slots, bias)
         features = final_norm(network, x)
         return compute_logits(network, features, guidance), features, x
-    if cache.weights is None:
+    if cache.buffers is None:
         cache.weights = _pack(network, compiled)
         H, F = (int(size) for size in cache.weights.sizes)
         layout = cache.weights.layers, cache.weights.output, cache.arrays, (B, cache.scratch)

@@ -60,6 +60,8 @@ class _PassCache(Cache):
 class PromptCache(KVCache):
     """A cache that also has the number of prompt tokens of each row, `start`: int64 `[R]`."""
 
+    _by_row = (*KVCache._by_row, "start")
+
     def __init__(self, *sizes: Any, **options: Any):
         super().__init__(*sizes, **options)
         self.start = torch.zeros_like(self.length)
@@ -170,7 +172,7 @@ class TransformersTokenModel(GuidedTokenModel):
             scale = self.guidance.start_scales(scale, rows, condition.scale)
         return self._output(hidden, first, scale)
 
-    def forward(self, tokens: Tensor, state: PromptCache, tree: Tree) -> Output:
+    def run_pass(self, tokens: Tensor, state: PromptCache, tree: Tree) -> Output:
         T = tokens.shape[1]
         ancestors = None if tree.is_chain else self.repeat_rows(tree.ancestors, 2)
         view = state.view_for_pass(T)
@@ -202,9 +204,9 @@ class TransformersTokenModel(GuidedTokenModel):
         logits = self._image_head(hidden).float()
         if self.rows_per_image == 2:
             conditional, unconditional = logits.chunk(2)
-            if self.guidance.interval is not None:  # position 1 is decoding step 0
-                scale = torch.where((position <= self.guidance.interval + 1)[..., None], scale, 1.0)
             logits = apply_guidance(conditional, unconditional, scale)
+            if self.guidance.interval is not None:  # position 1 is decoding step 0
+                logits = torch.where((position <= self.guidance.interval + 1)[..., None], logits, conditional)
         if self.forced is None:
             return logits
         assert self._forced_tokens is not None

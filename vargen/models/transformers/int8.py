@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -296,6 +297,12 @@ class Int8PromptCache(Int8Cache):
     def __init__(self, *shape: Any, **options: Any):
         super().__init__(*shape, **options)
         self.start = torch.zeros_like(self.length)
+
+    @cached_property
+    def conditional(self) -> Self:
+        part = self.first_half()
+        part.start = self.start[: part.rows]
+        return part
 
 
 def rotary_factors(body: Any, positions: int, head_dim: int) -> tuple[Tensor, Tensor]:

@@ -101,7 +101,7 @@ class Int8TokenModel(TransformersTokenModel):
         first_position = torch.zeros(R // self.rows_per_image, 1, dtype=torch.int64)
         return Output(self._logits(features[:, -1:], first_position, scale), hidden[:, -1:])
 
-    def forward(self, tokens: Tensor, state: Any, tree: Tree) -> Output:
+    def run_pass(self, tokens: Tensor, state: Any, tree: Tree) -> Output:
         ancestors = None if tree.is_chain else self.repeat_rows(tree.ancestors, 2)
         index = state.length[:, None] + self.repeat_rows(tree.depth, 1)
         positions = self.description.positions(state.start, index)
