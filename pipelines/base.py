@@ -193,7 +193,7 @@ class VisualPipeline(StoredPipeline):
     def default_sampling(self) -> dict[str, Any]:
         """Sampling settings that a call uses by default: the checkpoint's, else the family's."""
         stored = {name: value for name, value in (self.config.defaults or {}).items() if value is not None}
-        usual = dict(self.usual_sampling)
+        usual = {**VisualPipeline.usual_sampling, **self.usual_sampling}
         if usual["top_k"] is not None and usual["top_k"] > self.vocab_size:
             usual["top_k"] = None
         return {**usual, **stored}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from vargen.cli import common
+from vargen.cli import inputs
 from vargen.pipelines.llamagen import LlamaGenPipeline
 
 
@@ -183,7 +183,7 @@ def test_prompts_and_names_that_are_none(refused: Any, words: list[str], named: 
     (("a cat", "-n", "1024", "--prompt-file", "-"), b"a\n" * 50, "number of images"),
 ])  # fmt: skip
 def test_standard_input(refused: Any, words: Any, data: bytes, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "_MAX_BYTES", 150)
+    monkeypatch.setattr(inputs, "_MAX_BYTES", 150)
     monkeypatch.setattr("vargen.cli.generate.MAX_IMAGES", 2000)
     monkeypatch.setattr("vargen.reading.sys", type("sys", (), {"stdin": io.TextIOWrapper(io.BytesIO(data))}))
     refused(["generate", *words, "--model", "TEXT"], named)
