@@ -49,6 +49,7 @@ MODELS = {
 }
 RUNS_HERE = {
     "Janus, Chameleon, Emu3": has_release("janus", "chameleon", "emu3"),
+    "Liquid, SimpleAR, Tar": has_release("emu3"),
     "GLM-Image": (installed_version("transformers") or "0") >= "5",
 }
 
