@@ -5,20 +5,18 @@ number for each token of the vocabulary. Where a sample need not be coupled with
 the cumulative sum is inverted in two steps, and only the sums of blocks are accumulated over the whole row.
 
 On a CPU, NumPy selects and sorts several times as fast as torch. Torch's flash attention kernel for CPUs is optimized for many
-queries: without AVX-512, two matrix products and a softmax are faster for few (explicit attention). A linear layer `x W^T` with
-few rows is bound by reading its weight, which BLAS reads faster as `[K, N]` than as `[N, K]`, the layout in which torch creates
-and loads it. `docs/dev/log.md` has the times.
+queries: without AVX-512, two matrix products and a softmax are faster for few (explicit attention). `docs/dev/log.md` has the
+times.
 
 A tree mask is stored as bits of 64-bit words: 2 KB for 128 tokens, compared with 541 KB for a mask over 4,096 slots.
 
-Shape suffixes: B images or rows, T positions or queries, V vocabulary, H query heads, G key heads, S slots, K head width,
-weights of a block or inputs of a layer, N its outputs, E + T tokens after the cache pointer, W words.
+Shape suffixes: B images or rows, T positions or queries, V vocabulary, H query heads, G key heads, S slots, K head width or
+weights of a block, E + T tokens after the cache pointer, W words.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -26,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from vargen.kernels.dispatch import (
     KERNEL_DTYPES,
@@ -179,8 +177,8 @@ def probs_by_image(
 
         return sampler.probs_from_logits(logits, temperature, top_k, top_p, min_p, filters)
     if is_eager_cpu(logits):
-        options = temperature, top_k, top_p
-        return _probs_by_group(logits, *options, *(() if min_p is None else (min_p,)))
+        options = (temperature, top_k, top_p) if min_p is None else (temperature, top_k, top_p, min_p)
+        return _probs_by_group(logits, *options)
     scaled = logits.float() / temperature
     if not filters:
         return scaled.softmax(-1)
@@ -372,63 +370,3 @@ def top_k_sorted(values: Tensor, k: int) -> Tensor:
         kept = array if k == V else np.partition(array, V - k, axis=-1)[..., V - k :]
         return torch.from_numpy(-np.sort(-kept, axis=-1))
     return values.sort(dim=-1, descending=True).values[..., :k]
-
-
-# -- layout of linear layers -------------------------------------------------------------------------------------------------
-
-_laying_out = threading.Lock()  # concurrent calls must not change the layout at the same time
-
-
-def transpose_linear_weights(network: nn.Module, transposed: bool = True) -> None:
-    """Store the weights of all linear layers on a CPU as `[K, N]` in memory, or as `[N, K]` again with `transposed=False`.
-
-    Shapes and values do not change, and results change only by the order of summation. Weights that already have the layout are
-    not touched, and weights on other devices are not transposed.
-    """
-    with _laying_out:
-        for layer in network.modules():
-            if isinstance(layer, nn.Linear) and type(layer.weight) is nn.Parameter:  # others have layouts of their own
-                weight = layer.weight
-                # In the inference mode of the weight, so that a trainable weight remains trainable.
-                with torch.inference_mode(weight.is_inference()), torch.no_grad():
-                    if not transposed and not weight.is_contiguous():
-                        weight.data = weight.data.contiguous()
-                    elif transposed and weight.device.type == "cpu" and not weight.t().is_contiguous():
-                        weight.data = weight.data.t().contiguous().t()
-
-
-_Module: Any = nn.Module  # Any, so that type checkers use the attribute types of the subclass
-
-
-class TransposableWeights(_Module):
-    """Base class of networks that call `transpose_linear_weights`.
-
-    On other devices, in training and in `state_dict`, weights have the layout `[N, K]`: safetensors writes only contiguous
-    tensors. In a state dict, transposed weights are copied, because other threads may be reading them.
-    """
-
-    def choose_layout(self, like: Tensor) -> None:
-        """Transpose the weights if that is faster in a pass over this tensor: eager on a CPU, and not one of training."""
-        if is_eager_cpu(like) and not (self.training and torch.is_grad_enabled()):
-            transpose_linear_weights(self)
-
-    def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
-        super()._apply(fn, *args, **options)
-        if any(weight.device.type != "cpu" for weight in self.parameters()):
-            transpose_linear_weights(self, False)
-        return self
-
-    def train(self, mode: bool = True) -> Any:
-        """As in torch; weights in training have the layout `[N, K]`."""
-        if mode:
-            transpose_linear_weights(self, False)
-        return super().train(mode)
-
-    def state_dict(self, *args: Any, **options: Any) -> Any:
-        """As in torch, but contiguous, unless `keep_vars` requests the parameters themselves."""
-        found = super().state_dict(*args, **options)
-        if not options.get("keep_vars"):
-            for name, value in found.items():
-                if isinstance(value, Tensor) and not value.is_contiguous():
-                    found[name] = value.contiguous()
-        return found

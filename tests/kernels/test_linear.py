@@ -5,7 +5,7 @@ import torch
 from tiny_models import tiny_transformer
 from torch import nn
 
-from vargen.kernels.ops import transpose_linear_weights
+from vargen.kernels.linear_layout import transpose_linear_weights
 from vargen.models.guidance import Condition
 from vargen.models.llamagen.network import LlamaGenTransformer
 

@@ -18,7 +18,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import Tensor, nn
 
 from vargen.kernels.host import normal_tensors
-from vargen.kernels.ops import TransposableWeights
+from vargen.kernels.linear_layout import TransposableWeights
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen.blocks import GridNetwork, Linear, LlamaGenBlock
 from vargen.models.storage import ModelMixin, QuantizedStorageMixin, read_weight  # noqa: F401

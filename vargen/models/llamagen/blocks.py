@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vargen.kernels import ops
-from vargen.kernels.ops import KernelMask, TransposableWeights
+from vargen.kernels.linear_layout import TransposableWeights
+from vargen.kernels.ops import KernelMask
 from vargen.models.attention import attend
 from vargen.models.kv_cache import KVCache
 from vargen.models.storage import QuantizedStorageMixin
