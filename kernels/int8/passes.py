@@ -23,6 +23,7 @@ from vargen.kernels.int8.sharing import help_pass, product  # noqa: F401 - compi
 from vargen.kernels.int8.steps import (
     INNER,
     ONE,
+    add_normalized_rows,
     add_rows,
     compiled,
     exp,
@@ -30,7 +31,6 @@ from vargen.kernels.int8.steps import (
     i32,
     i64,
     norm,
-    normalize_products,
     quantize,
     swiglu_rows,
 )
@@ -90,10 +90,10 @@ def _run_layers(
                 if stage == 2:
                     swiglu_rows(sums, columns, scale, channels, M, F, row, buffers.hidden)
                 elif stage:
-                    if outer is not None:
-                        normalize_products(sums, columns, scale, channels, outer, 2 * layer + half, eps, row, x)
-                    if outer is None or len(outer) == 0:
+                    if outer is None:
                         add_rows(x, sums, columns, scale, channels, None, None, T)
+                    else:
+                        add_normalized_rows(x, sums, columns, scale, channels, outer, 2 * layer + half, eps, row)
             if modulation is not None:
                 bias = biases[layer, first:]
                 if stage == 2:

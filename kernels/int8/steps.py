@@ -145,9 +145,12 @@ def add_rows(x, sums, stride, scale, channel_scale, bias, gain, T):
 
 
 @njit(**INNER)
-def normalize_products(sums, stride, scale, channel_scale, norms, number, eps, row, x):
-    """Add the norm of a product, int32 sums with `stride` columns a row, to the residual `x [M, D]`, if there are norms."""
-    for m in range(len(x) if len(norms) else 0):
+def add_normalized_rows(x, sums, stride, scale, channel_scale, norms, number, eps, row):
+    """As `add_rows`, with one of the RMS norms float32 `[n, D]` of the product; `[0, D]`: without."""
+    if len(norms) == 0:
+        add_rows(x, sums, stride, scale, channel_scale, None, None, 1)
+        return
+    for m in range(len(x)):
         a, line = scale[m], sums[m * stride : m * stride + x.shape[1]]
         for d in range(x.shape[1]):
             row[d] = f32(line[d]) * a * channel_scale[d]

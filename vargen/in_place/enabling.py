@@ -105,7 +105,7 @@ def enable(
     heads = {} if drafter is None else open_heads(TransformersTokenModel(known), *_to_list(drafter))
     made = EnabledGenerate(target, chosen, draft_model, heads, quantization)
     if not target.training:
-        chosen.bind(made.float_model(known, Guidance(1.0)), 0)  # refuses methods that lack a part
+        chosen.bind(made.token_model(known, Guidance(1.0), quantized=False), 0)  # refuses methods that lack a part
     if made.previous is not None:
         logger.warning("generate of this model was replaced before: image calls that run accelerated do not pass through it")
     target.__dict__["generate"] = made
@@ -284,20 +284,23 @@ class EnabledGenerate:
     def _call_original(self, model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         return self.previous(*args, **options) if self.previous else type(model).generate(model, *args, **options)
 
-    def float_model(self, description: ImageLanguageModel, guidance: Guidance) -> TransformersTokenModel:
-        """Return how the loop sees the model in one call. Raises `ValueError` for a network that it cannot run."""
-        draft = self._describe_draft(description)
-        small = None if draft is None else TransformersTokenModel(draft, guidance)
-        return TransformersTokenModel(description, guidance, small, draft_heads=bind_heads(self._heads, description.device))
+    def token_model(
+        self, description: ImageLanguageModel, guidance: Guidance, quantized: bool = True
+    ) -> TransformersTokenModel:
+        """Return how the loop sees the model in one call. Raises `ValueError` for a network that it cannot run.
 
-    def token_model(self, description: ImageLanguageModel, guidance: Guidance) -> TransformersTokenModel:
-        """Return the same with the quantization of this model."""
-        if self.quantization is None:
-            return self.float_model(description, guidance)
+        Args:
+            quantized: False leaves a quantization out, whose copies take time.
+        """
+
+        def make(each: ImageLanguageModel, kept: QuantizedCopy, *args: Any, **options: Any) -> TransformersTokenModel:
+            if self.quantization is None or not quantized:
+                return TransformersTokenModel(each, guidance, *args, **options)
+            return Int8TokenModel(each, kept.parts(each), guidance, *args, **options)
+
         draft, (own, other) = self._describe_draft(description), self._copies
-        small = None if draft is None else Int8TokenModel(draft, other.parts(draft), guidance)
-        heads = bind_heads(self._heads, description.device)
-        return Int8TokenModel(description, own.parts(description), guidance, small, draft_heads=heads)
+        small = None if draft is None else make(draft, other)
+        return make(description, own, small, draft_heads=bind_heads(self._heads, description.device))
 
     def _describe_draft(self, description: ImageLanguageModel) -> ImageLanguageModel | None:
         if self._draft_model is None:

@@ -143,14 +143,14 @@ class Int8Network:
         self.head_dim = int(getattr(config, "head_dim", None) or width // heads)
         self.width, self.hidden, self.positions = width, int(config.intermediate_size), positions
         self.compiled = LANGUAGE_PASS.load()
-        self.rotary, self.axes = rotary_factors(body, positions, self.head_dim)
+        self.rotary, self.axes, self.rotated = rotary_factors(body, positions, self.head_dim)
         self.eps = float(config.rms_norm_eps)
         self.norm = body.norm.weight.detach().float()
         self.layers = [self._make_layer(read(number)) for number in range(count)]
         self._weights: Any = None
 
     def _make_layer(self, weights: Mapping[str, Tensor]) -> Layer:
-        order = _interleave_halves(len(self.axes), self.head_dim)
+        order = _interleave_halves(self.rotated, self.head_dim)
         parts, biases = [], []
         for part, heads in zip(_PARTS, (self.heads, self.key_heads, self.key_heads), strict=True):
             rows = torch.arange(heads * self.head_dim)
@@ -212,19 +212,16 @@ class Int8Network:
         """
         T = states.shape[1]
         places = positions.expand(3, *positions.shape[-2:])[self.axes].clamp(max=self.positions - 1)  # [K/2, R, T]
-        rotary = self.rotary[places.permute(1, 2, 0), torch.arange(len(self.axes))]  # [R, T, pairs, 2]
-        whole = torch.tensor([1.0, 0.0]).expand(*rotary.shape[:2], self.head_dim // 2, 2).clone()
-        whole[:, :, : len(self.axes)] = rotary
+        rotary = self.rotary[places.permute(1, 2, 0), torch.arange(len(self.axes))]  # [R, T, K/2, 2]
         if self.compiled is None:
-            states = self._run_operators(states, cache, whole, visible, ancestors, place)
+            states = self._run_operators(states, cache, rotary, visible, ancestors, place)
             return states, self.final_norm(states)
         reach = torch.arange(1, T + 1) if ancestors is None else torch.full((T,), T)
         reach = reach.expand(cache.rows, T) if visible is None else torch.where(visible, reach, 0)
         tree = np.zeros((cache.rows, 0, 0), np.bool_) if ancestors is None else as_array(ancestors.expand(cache.rows, T, T))
         states, features = states.clone(), torch.empty_like(states)
         weights, buffers = self._packed(), self._buffers(cache, T)
-        rotated = as_array(whole.flatten(0, 1))
-        inputs = states.numpy(), rotated, as_array(reach), tree
+        inputs = states.numpy(), as_array(rotary.flatten(0, 1)), as_array(reach), tree
         with share_products(self.compiled, buffers.team):
             self.compiled.run_language_pass(weights, cache.arrays, buffers, *inputs, place, cache.tokens, features.numpy())
         return states, features
@@ -305,20 +302,22 @@ class Int8PromptCache(Int8Cache):
         return part
 
 
-def rotary_factors(body: Any, positions: int, head_dim: int) -> tuple[Tensor, Tensor]:
+def rotary_factors(body: Any, positions: int, head_dim: int) -> tuple[Tensor, Tensor, int]:
     """Return the factors by which positions rotate pairs of a head, and the axis of positions of each pair.
 
     Returns:
-        float32 `[S, pairs, 2]`, cos and sin, and int64 `[pairs]`; further pairs of a head are not rotated.
+        float32 `[S, K/2, 2]`, cos and sin; int64 `[K/2]`; and how many pairs are rotated, the first ones: others keep their
+        numbers.
     """
     module = body.rotary_emb
     cos, sin = module(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None])
     pairs = cos.shape[-1] // 2
-    sections = getattr(module, "mrope_section", None)
-    axes = torch.zeros(pairs, dtype=torch.int64)
-    if sections is not None:
-        axes = torch.cat([torch.full((size,), number % 3) for number, size in enumerate(sections)])
-    return torch.stack([cos[0, :, :pairs], sin[0, :, :pairs]], -1), axes
+    factors = torch.tensor([1.0, 0.0]).repeat(positions, head_dim // 2, 1)
+    factors[:, :pairs] = torch.stack([cos[0, :, :pairs], sin[0, :, :pairs]], -1)
+    axes = torch.zeros(head_dim // 2, dtype=torch.int64)
+    if (sections := getattr(module, "mrope_section", None)) is not None:
+        axes[:pairs] = torch.cat([torch.full((size,), number % 3) for number, size in enumerate(sections)])
+    return factors, axes, pairs
 
 
 def _interleave_halves(pairs: int, head_dim: int) -> Tensor:

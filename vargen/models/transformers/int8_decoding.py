@@ -25,7 +25,7 @@ _CHUNK = 32  # prompt tokens of a pass
 
 
 class Int8Parts:
-    """What a language model computes in 8 bits: its layers, and the image head; embeddings of image tokens are a table.
+    """What a language model computes in 8 bits: its layers, and the image head; embeddings that are no lookup are a table.
 
     Args:
         language_model: describes the model.
@@ -35,9 +35,11 @@ class Int8Parts:
     def __init__(self, language_model: ImageLanguageModel, network: Int8Network):
         self.network, compiled = network, network.compiled
         self.head = [Int8Product(weight, bias, compiled) for weight, bias in language_model.head_layers()]
-        with torch.no_grad():  # rows of a product would depend on how many are computed at once
-            rows = torch.arange(language_model.vocab).split(1024)
-            self.embedding = torch.cat([language_model.embed(part[None])[0].detach() for part in rows])
+        self.embedding: Tensor | None = None
+        if type(language_model).embed is not ImageLanguageModel.embed:  # products, whose rows would depend on their number
+            with torch.no_grad():
+                rows = torch.arange(language_model.vocab).split(1024)
+                self.embedding = torch.cat([language_model.embed(part[None])[0].detach() for part in rows])
 
     def run_head(self, features: Tensor) -> Tensor:
         """Logits float32 `[..., V]` of features after the final norm."""
@@ -109,4 +111,5 @@ class Int8TokenModel(TransformersTokenModel):
         return Output(self._logits(features, index[: len(tokens)] + 1, self._scale), hidden)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self.parts.embedding[self.guidance.repeat(tokens)].float()
+        tokens, table = self.guidance.repeat(tokens), self.parts.embedding
+        return (self.description.embed(tokens) if table is None else table[tokens]).float()
