@@ -16,6 +16,7 @@ RELEASES = {
     "emu3": (4, 53),
     "chameleon": (4, 53),
     "x-omni": (4, 56),
+    "mammoth-moda2": (4, 56),
     "glm-image": (5, 0),
 }  # of transformers, that they need
 WORDS = "a red blue green apple car cat dog on under the moon 0 1 2 3 4 5 6 7 8 9 * lowres , blurry".split()
@@ -177,3 +178,21 @@ def make_causal(name: str, codes: int = 24, seed: int = 0, **changed: Any) -> tu
         config |= {"num_mm_adap_layers": 1, "num_mm_head_layers": 1, **changed}
         return randomize(XOmniForCausalLM(XOmniConfig(**config)), seed, 0.8), tokenizer
     return randomize(Qwen2ForCausalLM(Qwen2Config(**config)), seed, 0.8), tokenizer
+
+
+def make_mammoth_moda2(codes: int = 24, seed: int = 0, **changed: Any) -> tuple[Any, Any]:
+    """A MammothModa2 with a second feed-forward in its last two of four layers, and its tokenizer: text first, as official."""
+    from transformers import PreTrainedTokenizerFast
+
+    from vargen.models.transformers.mammoth_moda2 import MammothModa2Config, MammothModa2ForCausalLM
+
+    tokenizer = make_tokenizer(PreTrainedTokenizerFast)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    first = len(tokenizer)
+    marks = ["<|endofline|>", "<|image token|>", "<|image start|>", "<|image end|>"]
+    tokenizer.add_tokens([*marks, *(f"<|visual token {number:05d}|>" for number in range(codes))], special_tokens=True)
+    config = text_config(**{
+        "vocab_size": first, "hidden_act": "silu", "tie_word_embeddings": False, "num_hidden_layers": 4,
+        "gen_vocab_size": len(tokenizer) - first + 3, "gen_mlp_start": 2, "gen_mlp_stop": 4, **changed,
+    })  # fmt: skip
+    return randomize(MammothModa2ForCausalLM(MammothModa2Config(**config)), seed, 0.8), tokenizer

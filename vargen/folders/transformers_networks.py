@@ -61,6 +61,7 @@ class NetworkKind:
         ignored: patterns of the names of stored tensors that the class has no use for.
         layers: by key of a number of layers, what stands before the number of a layer in names of stored tensors.
         own: returns the class where it is ours, over a configuration of transformers with numbers `more`.
+        flatten: returns the configuration of the network from that of a file which describes other networks, too.
     """
 
     class_name: str
@@ -71,6 +72,7 @@ class NetworkKind:
     layers: Mapping[str, Sequence[str]] = field(default_factory=dict)
     own: Callable[[], Any] | None = None
     more: Sequence[str] = ()
+    flatten: Callable[[dict[str, Any], Path], dict[str, Any]] | None = None
 
 
 class StoredNetwork:
@@ -95,6 +97,7 @@ class StoredNetwork:
         values = read_config(file)
         given = values.get("model_type")
         expect(given == kind.model_type, "model_type", given, file, repr(kind.model_type))
+        values = values if kind.flatten is None else kind.flatten(values, file)
         if (adapter := folder / "adapter_config.json").exists():  # transformers would fetch the model that it names
             raise ValueError(f"{adapter} makes this the adapter of another model: merge it into that model's weights")
         files = find_weight_files(folder, "model", variant)

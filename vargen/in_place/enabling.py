@@ -31,7 +31,7 @@ from vargen.in_place.quantized import QuantizedCopy
 from vargen.in_place.summary import Summary
 from vargen.models.guidance import Guidance
 from vargen.models.transformers.base import ImageLanguageModel, validate_network
-from vargen.models.transformers.causal import NETWORKS, CausalLanguageModel, XOmni
+from vargen.models.transformers.causal import NETWORKS, CausalLanguageModel
 from vargen.models.transformers.decoding import TransformersTokenModel
 from vargen.models.transformers.int8 import validate_int8, validate_layers
 from vargen.models.transformers.int8_decoding import Int8TokenModel
@@ -82,7 +82,7 @@ def enable(
         return _enable_pipeline(target, method, draft_model, drafter)
     chosen = resolve_method(method)
     known = describe_language_model(target)
-    if isinstance(known, Chameleon | XOmni):
+    if not known.has_generate:
         what = "masks" if isinstance(known, Chameleon) else "lacks"
         raise TypeError(f"model must sample image tokens, which generate of a {known.class_name} {what}; see vargen.accelerate")
     installed = installed_version("transformers") or "0"
@@ -164,7 +164,7 @@ def supported() -> dict[str, str]:
     others = {
         name: "generate(**inputs, prefix_allowed_tokens_fn=...)"
         for name in (*MODELS, *NETWORKS)
-        if name not in (Chameleon.class_name, XOmni.class_name)
+        if name in NETWORKS or MODELS[name].has_generate
     }
     return {**others, **calls}
 

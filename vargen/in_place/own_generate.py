@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.in_place.enabling import disable, enable, summary
-from vargen.models.transformers.causal import CausalLanguageModel, XOmni
-from vargen.models.transformers.supported import Emu3, GLMImage, Janus, tokenize
+from vargen.models.transformers.supported import GLMImage, Janus, tokenize
 
 
 class NotCheckedError(Exception):
@@ -30,7 +29,7 @@ def make_call(pipe: Any, prompt: str, num_tokens: int) -> dict[str, Any]:
         message = [{"role": "user", "content": [{"type": "text", "text": prompt}]}]
         inputs = processor.apply_chat_template([message], tokenize=True, return_dict=True, processor_kwargs=size)
         return {**inputs.to(known.device), "max_new_tokens": num_tokens, "do_sample": False}
-    if not isinstance(known, Janus | Emu3 | CausalLanguageModel) or isinstance(known, XOmni):
+    if not known.has_generate:
         raise NotCheckedError(f"generate of {known.class_name} makes no image tokens")
     scale = pipe.default_sampling["guidance_scale"]
     if isinstance(known, Janus):

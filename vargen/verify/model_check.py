@@ -20,8 +20,7 @@ from vargen.bench.compare import Comparison, MethodResult, compare_methods, open
 from vargen.bench.passes import describe_dtype, open_benchmark_model
 from vargen.decoding import DEFAULT_METHOD, PRESETS, Progress, Sampling, Tree
 from vargen.in_place.own_generate import NotCheckedError, generate_both
-from vargen.models.transformers.causal import XOmni
-from vargen.models.transformers.supported import Chameleon, Janus
+from vargen.models.transformers.supported import Janus
 from vargen.pipelines.language_model import LanguageModelPipeline
 from vargen.pipelines.seeds import resolve_seeds
 from vargen.values import one_line
@@ -115,7 +114,7 @@ class ModelCheck:
             plain = {"plain loop without a cache": self._check_plain_video}
             return {"milliseconds per pass": self._time_video, **plain, "methods": self._run_videos}
         parts: dict[str, Callable[[], Finding]] = {"milliseconds per pass": self._time_passes}
-        if isinstance(self.pipe, LanguageModelPipeline) and not isinstance(self.pipe.language_model, Chameleon | XOmni):
+        if isinstance(self.pipe, LanguageModelPipeline) and self.pipe.language_model.has_generate:
             parts["greedy tokens and generate"] = self._check_generate
         else:
             parts["greedy tokens and one pass without a cache"] = self._check_whole

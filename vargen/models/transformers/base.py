@@ -90,6 +90,7 @@ class ImageLanguageModel:
         guidance_scale, temperature, top_k, top_p, min_p: defaults of the published model.
         guided: whether it has unconditional rows.
         has_pixels: whether it decodes its tokens to images itself.
+        has_generate: whether `generate` of its class samples image tokens.
         options: names of further arguments of the constructor.
         body: the language model without its head; takes embeddings and returns hidden states after its last module, `norm`.
         vocab, grid: number V of image tokens; rows and columns.
@@ -115,6 +116,7 @@ class ImageLanguageModel:
     min_p: float = 0.0
     guided: bool = True
     has_pixels: bool = True
+    has_generate: bool = True
     options: tuple[str, ...] = ()
     body: Any
     vocab: int

@@ -1,6 +1,7 @@
 """Causal language models of text whose vocabulary also has image tokens: each model is a few lines of data.
 
 Their networks are classes of transformers that text models have, too. The special tokens of the tokenizer tell them apart.
+`own_networks` has those whose networks are ours.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vargen.folders.transformers_networks import NetworkKind
 from vargen.models.transformers.base import ImageLanguageModel, PromptRows, pad_prompts, validate_size
@@ -17,12 +17,7 @@ from vargen.values import short_repr
 
 # By class of transformers, what a folder holds; and the names that official folders give to such a class.
 NETWORKS = {name: NetworkKind(name, kind) for name, kind in (("GemmaForCausalLM", "gemma"), ("Qwen2ForCausalLM", "qwen2"))}
-OTHER_NAMES = {"SimpARForCausalLM": "Qwen2ForCausalLM"}
-
-
-def network_name(model: Any) -> str:
-    """Return which of the classes of `NETWORKS`, or of our own, a model is of."""
-    return next(each.__name__ for each in type(model).__mro__ if each.__name__ in (*NETWORKS, "XOmniForCausalLM"))
+OTHER_NAMES = {"SimpARForCausalLM": "Qwen2ForCausalLM", "Mammothmoda2Model": "MammothModa2ForCausalLM"}
 
 
 class CausalLanguageModel(ImageLanguageModel):
@@ -59,7 +54,9 @@ class CausalLanguageModel(ImageLanguageModel):
 
     def __init__(self, model: Any, tokenizer: Any = None, size: tuple[int, int] | None = None):
         super().__init__(model)
-        self.class_name, self.body = network_name(model), model.model
+        names = (each.__name__ for each in type(model).__mro__)
+        self.class_name = next((name for name in names if name in NETWORKS), self.class_name)
+        self.body = model.model
         self.grid = self.size = validate_size(self.published_size if size is None else size)
         first, last = 0, model.get_input_embeddings().num_embeddings
         if tokenizer is not None:
@@ -148,61 +145,3 @@ class Tar(CausalLanguageModel):
 
     def format_prompt(self, prompt: str) -> str:
         return f"{super().format_prompt(prompt)}<S{self.scales.index(self.size)}>"
-
-
-def _own_network() -> Any:
-    from vargen.models.transformers.x_omni import XOmniForCausalLM
-
-    return XOmniForCausalLM
-
-
-class XOmni(CausalLanguageModel):
-    """X-Omni 7B (arXiv 2507.22058): Qwen2.5 with layers, embeddings and a head for image tokens alone; see `x_omni`."""
-
-    class_name, since, name, marks = "XOmniForCausalLM", "4.56", "X-Omni", ("<SOM>", "<IMAGE>", "<MM-Token-0>")
-    stored = NetworkKind(
-        class_name,
-        "x-omni",
-        renamed=(
-            (r"^model\.lm_embed_tokens\.", "model.embed_tokens.text."),
-            (r"^model\.mm_embed_tokens\.", "model.embed_tokens.image."),
-            (r"^model\.lm_norm\.", "model.norm.text."),
-            (r"^model\.mm_norm\.", "model.norm.image."),
-        ),
-        ignored=(r"^lm_head\.",),
-        own=_own_network,
-        more=("mm_vocab_size", "image_vocab_size", "num_mm_adap_layers", "num_mm_head_layers"),
-    )
-    published_size, token_format = (72, 72), "<MM-Token-{}>"
-    guided, min_p = False, 0.03
-
-    def __init__(self, model: Any, tokenizer: Any = None, size: tuple[int, int] | None = None):
-        if not isinstance(model, _own_network()):
-            raise TypeError("model must be an X-Omni that vargen.open_pipeline opened, got one with code of its own")
-        super().__init__(model, tokenizer, size)
-
-    @property
-    def head_rows(self) -> Tensor | slice:
-        rows = super().head_rows
-        return rows if isinstance(rows, slice) else rows - self.model.config.vocab_size
-
-    def format_prompt(self, prompt: str) -> str:
-        return f"{prompt}<SOM>{self.size[0]} {self.size[1]}<IMAGE>"
-
-    @property
-    def head_settings(self) -> dict[str, Any]:
-        raise ValueError("draft heads must be left out: the states of X-Omni also say which tokens are image tokens")
-
-
-IMAGE_MODELS: tuple[type[CausalLanguageModel], ...] = (Liquid, SimpleAR, Tar, XOmni)
-
-
-def find_image_model(class_name: str, tokenizer: Any) -> type[CausalLanguageModel]:
-    """Return the image model of a class of transformers that a tokenizer belongs to; ValueError for that of a text model."""
-    candidates = [each for each in IMAGE_MODELS if each.class_name == class_name]
-    known = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-    for each in candidates:
-        if all(mark in known for mark in each.marks):
-            return each
-    names = ", or ".join(f"{' and '.join(each.marks)} of {each.name}" for each in candidates)
-    raise ValueError(f"this {class_name} generates text: its tokenizer lacks the special tokens {names}")

@@ -68,7 +68,7 @@ def validate_layers(body: Any) -> None:
     for layer in body.layers:
         other = sorted(set(layer.state_dict()) - known)
         other += [f"another forward of a {type(each).__name__}" for each in layer.modules() if "forward" in vars(each)]
-        other += [] if getattr(layer, "changes_text", True) else ["layers that change image tokens alone"]
+        other += ["states that mark image tokens"] * hasattr(body.embed_tokens, "embed_image_tokens")
         if other:
             raise ValueError(f"quantization='int8' runs layers like those of Llama, and {type(body).__name__} has {other[0]}")
     if config.hidden_act != "silu":

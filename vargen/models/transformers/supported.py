@@ -19,7 +19,8 @@ from vargen.decoding import LowResModel
 from vargen.folders.transformers_networks import NetworkKind
 from vargen.models.storage import read_weight
 from vargen.models.transformers.base import ImageLanguageModel, PromptRows, pad_prompts, tokenize, validate_size
-from vargen.models.transformers.causal import NETWORKS, CausalLanguageModel, XOmni, find_image_model, network_name
+from vargen.models.transformers.causal import NETWORKS, CausalLanguageModel, Liquid, SimpleAR, Tar
+from vargen.models.transformers.own_networks import MammothModa2, XOmni
 from vargen.values import short_repr
 from vargen.weight_files import weights_digest
 
@@ -151,7 +152,7 @@ class Chameleon(ImageLanguageModel):
     class_name, since, processor_name = "ChameleonForConditionalGeneration", "4.53", "ChameleonProcessor"
     stored = NetworkKind(class_name, "chameleon", {"vq_config": "ChameleonVQVAEConfig"})
     tokenizer_names, image_processor_name = ("LlamaTokenizerFast", "PreTrainedTokenizerFast"), "ChameleonImageProcessor"
-    has_pixels = False
+    has_pixels = has_generate = False
 
     def __init__(self, model: Any):
         super().__init__(model)
@@ -274,7 +275,10 @@ class GLMImage(ImageLanguageModel):
         return grid.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
 
 
-MODELS: dict[str, type[ImageLanguageModel]] = {each.class_name: each for each in (Janus, Emu3, GLMImage, Chameleon, XOmni)}
+MODELS: dict[str, type[ImageLanguageModel]] = {
+    each.class_name: each for each in (Janus, Emu3, GLMImage, Chameleon, XOmni, MammothModa2)
+}
+IMAGE_MODELS: tuple[type[CausalLanguageModel], ...] = (Liquid, SimpleAR, Tar, XOmni, MammothModa2)
 
 
 def validate_release(language_model: type[ImageLanguageModel]) -> None:
@@ -284,10 +288,27 @@ def validate_release(language_model: type[ImageLanguageModel]) -> None:
         raise ValueError(f"{language_model.class_name} needs transformers {since} or newer, got {installed}")
 
 
+def find_class(model: Any) -> str:
+    """Return the name of the class of transformers, or ours, that a model or its class derives from; "" for another object."""
+    names = (each.__name__ for each in type(model).__mro__)
+    return next((name for name in names if name in MODELS or name in NETWORKS), "")
+
+
 def find_description(model: Any) -> type[ImageLanguageModel] | None:
     """Return the class that describes a model of transformers, or of a subclass of its class; None for another object."""
-    known: dict[str, type[ImageLanguageModel]] = {**dict.fromkeys(NETWORKS, CausalLanguageModel), **MODELS}
-    return next((known[each.__name__] for each in type(model).__mro__ if each.__name__ in known), None)
+    name = find_class(model)
+    return CausalLanguageModel if name in NETWORKS else MODELS.get(name)
+
+
+def find_image_model(class_name: str, tokenizer: Any) -> type[CausalLanguageModel]:
+    """Return the image model of a class of transformers that a tokenizer belongs to; ValueError for that of a text model."""
+    candidates = [each for each in IMAGE_MODELS if each.class_name == class_name]
+    known = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    for each in candidates:
+        if all(mark in known for mark in each.marks):
+            return each
+    names = ", or ".join(f"{' and '.join(each.marks)} of {each.name}" for each in candidates)
+    raise ValueError(f"this {class_name} generates text: its tokenizer lacks the special tokens {names}")
 
 
 def describe_language_model(model: Any, processor: Any = None, **options: Any) -> ImageLanguageModel:
@@ -302,7 +323,7 @@ def describe_language_model(model: Any, processor: Any = None, **options: Any) -
     validate_release(found)
     given = {name: value for name, value in options.items() if value is not None}
     if issubclass(found, CausalLanguageModel) and processor is not None:
-        found, given["tokenizer"] = find_image_model(network_name(model), processor), processor
+        found, given["tokenizer"] = find_image_model(find_class(model), processor), processor
     for name, value in given.items():
         if name not in (*found.options, "tokenizer"):
             raise TypeError(f"{name} must be None for a {found.class_name}, got {short_repr(value)}")

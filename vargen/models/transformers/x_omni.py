@@ -1,8 +1,6 @@
 """The language model of X-Omni (arXiv 2507.22058): Qwen2 whose first and last layers change image tokens alone.
 
-Text and image tokens have embeddings and final norms of their own. A last column of the states says which are image tokens.
-
-Shape suffixes: R rows, T tokens, D width.
+Text and image tokens have embeddings and final norms of their own. Shape suffixes: R rows, T tokens, D width.
 """
 
 from __future__ import annotations
@@ -14,52 +12,35 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2Model, Qwen2PreTrainedModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 
-
-class MarkedEmbedding(nn.Module):
-    """Embeddings float `[R, T, D + 1]` of ids `[R, T]`: those of text, behind them those of image tokens."""
-
-    def __init__(self, text: int, image: int, width: int):
-        super().__init__()
-        self.text, self.image = nn.Embedding(text, width), nn.Embedding(image, width)
-        self.num_embeddings = text + image
-
-    @property
-    def weight(self) -> Tensor:
-        """Float `[text, D]`, whose dtype is that of the network."""
-        return self.text.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        is_image = (ids >= self.text.num_embeddings)[..., None]
-        image = self.image((ids - self.text.num_embeddings).clamp(min=0))
-        found = torch.where(is_image, image, self.text(ids.masked_fill(is_image[..., 0], 0)))
-        return torch.cat([found, is_image.to(found.dtype)], -1)
+from vargen.models.transformers.marked_states import MarkedEmbedding, join_marks, split_marks
 
 
-class MarkedLayer(Qwen2DecoderLayer):
-    """A layer over states float `[R, T, D + 1]`, which leaves those of text as they are if it is one of image tokens."""
+class XOmniLayer(Qwen2DecoderLayer):
+    """A layer over marked states float `[R, T, D + 1]`, which leaves those of text as they are if it is one of image tokens."""
 
     def __init__(self, config: Any, number: int):
         super().__init__(config, number)
         self.changes_text = config.num_mm_adap_layers <= number < config.num_hidden_layers - config.num_mm_head_layers
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
-        states, is_image = hidden_states[..., :-1], hidden_states[..., -1:]
+        states, is_image = split_marks(hidden_states, self.hidden_size)
         found = super().forward(states, *args, **options)
-        if not self.changes_text:
-            found = torch.where(is_image > 0, found, states)
-        return torch.cat([found, is_image], -1)
+        if is_image is not None and not self.changes_text:
+            found = torch.where(is_image, found, states)
+        return join_marks(found, is_image)
 
 
-class MarkedNorm(nn.Module):
-    """The final norm: float `[R, T, D]` from `[R, T, D + 1]`."""
+class XOmniNorm(nn.Module):
+    """The final norm: float `[R, T, D]` from marked states."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
         self.text, self.image = Qwen2RMSNorm(width, eps), Qwen2RMSNorm(width, eps)
 
     def forward(self, states: Tensor) -> Tensor:
-        states, is_image = states[..., :-1], states[..., -1:]
-        return torch.where(is_image > 0, self.image(states), self.text(states))
+        states, is_image = split_marks(states, len(self.text.weight))
+        found = self.image(states)
+        return found if is_image is None else torch.where(is_image, found, self.text(states))
 
 
 class XOmniConfig(Qwen2Config):
@@ -78,8 +59,8 @@ class XOmniForCausalLM(Qwen2PreTrainedModel):
         D, eps = config.hidden_size, config.rms_norm_eps
         self.model = Qwen2Model(config)
         self.model.embed_tokens = MarkedEmbedding(config.vocab_size, config.mm_vocab_size, D)
-        self.model.layers = nn.ModuleList(MarkedLayer(config, number) for number in range(config.num_hidden_layers))
-        self.model.norm = MarkedNorm(D, eps)
+        self.model.layers = nn.ModuleList(XOmniLayer(config, number) for number in range(config.num_hidden_layers))
+        self.model.norm = XOmniNorm(D, eps)
         self.mm_head = nn.Linear(D, config.mm_vocab_size, bias=False)
         self.post_init()
 
