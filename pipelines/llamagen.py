@@ -19,6 +19,7 @@ from vargen.models.heads.decoding import EagleModel, LowResolutionDrafter, Medus
 from vargen.models.heads.network import EagleDrafter, MedusaDrafter, TokenUpsampler
 from vargen.models.llamagen.decoding import LlamaGenTokenModel
 from vargen.models.llamagen.network import SIZES, LlamaGenTransformer
+from vargen.models.tokenizers.ta_tok import TATokDecoder
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.families import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import NextTokenPipeline
@@ -46,10 +47,12 @@ class LlamaGenPipeline(NextTokenPipeline):
         eagle, medusa: drafters trained on the transformer's features, for the methods of these names; see `load_drafter`.
         low_res: a transformer with the same tokens and conditions and a smaller grid, which drafts for `accelerator="mulo"`.
         upsampler: predicts token probabilities from low-resolution images. Without it, they are decoded, resized and encoded.
+        ta_tok: features of the tokens of Tar, for which a transformer with `condition="features"` makes images.
     """
 
     low_res: LlamaGenTransformer | None = None
     upsampler: TokenUpsampler | None = None
+    ta_tok: TATokDecoder | None = None
     max_caption_tokens: Any = property(attrgetter("transformer.config.cls_token_num"))
 
     @property
@@ -79,6 +82,12 @@ class LlamaGenPipeline(NextTokenPipeline):
             low_res=LowResolutionDrafter(low, self.grids[-1], self.upsampler, self.vqvae) if needs_low else None,
             device=device,
         )
+
+    def encode_semantic_tokens(self, tokens: Tensor) -> Tensor:
+        """Return the `prompt_embeds` `[B, P, C]` of tokens int64 `[B, P]` or `[B, rows, columns]` of a Tar model."""
+        if self.ta_tok is None:
+            raise ValueError("this model has no ta_tok: it makes no images of the tokens of Tar")
+        return self.ta_tok.decode(tokens.flatten(1))
 
     def decode_grids(self, tokens: Tensor) -> Tensor:
         pixels = decode_pixels(self.vqvae.decode, tokens.to(self._device_of(self.vqvae)))
@@ -122,8 +131,9 @@ LLAMAGEN = register_family(
                 (LlamaGenTransformer,), follows_dtype=True, matches=("condition", "vocab_size"), run_folder="transformer"
             ),
             "upsampler": Component((TokenUpsampler,), matches=("vocab_size", "grid_size"), run_folder="upsampler"),
+            "ta_tok": Component((TATokDecoder,), matches={"dim": "caption_dim"}),
         },
-        condition_settings={"class": ("num_classes",), "text": ("cls_token_num", "caption_dim")},
+        condition_settings={"class": ("num_classes",), **dict.fromkeys(("text", "features"), ("cls_token_num", "caption_dim"))},
         check_compatible=validate_low_res,
         convert=convert_llamagen,
         official_sizes={f"llamagen-{name.lower()}": {"transformer": size} for name, size in SIZES.items()},

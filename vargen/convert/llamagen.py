@@ -23,6 +23,7 @@ from vargen.convert.state_dicts import (
     require_shape,
     write_image_model,
 )
+from vargen.convert.ta_tok import convert_ta_tok
 from vargen.files import atomic_folder
 from vargen.folders.tokenizers import choose_class, load_tokenizer
 from vargen.folders.transformers_networks import StoredNetwork
@@ -33,10 +34,13 @@ from vargen.models.tokenizers.vq import CODEBOOK_USED_SLOTS, VQModel
 # (width, layers) -> heads: the released sizes, then 1B, XXXL and 7B, whose weights were not released.
 HEADS = {(size["dim"], size["n_layer"]): size["n_head"] for size in SIZES.values()}
 HEADS |= {(2048, 22): 32, (2560, 48): 40, (4096, 32): 32}
+HEADS |= {(384, 12): 6, (1280, 30): 20}  # of Tar's detokenizer
+TAR_TOKENS = 27**2  # that its detokenizer takes
 # Sampling settings of the official demos.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "class": {"guidance_scale": 4.0, "temperature": 1.0, "top_k": 2000, "top_p": 1.0},
     "text": {"guidance_scale": 7.5, "temperature": 1.0, "top_k": 1000, "top_p": 1.0},
+    "features": {"guidance_scale": 4.0, "temperature": 1.0, "top_k": 1200, "top_p": 0.95},
 }
 
 
@@ -47,6 +51,7 @@ def convert_llamagen(
     *,
     text_encoder: Path | None = None,
     tokenizer: Path | None = None,
+    ta_tok: Path | None = None,
     id2label: Path | None = None,
     dtype: torch.dtype | None = None,
     n_head: int | None = None,
@@ -61,6 +66,7 @@ def convert_llamagen(
         text_encoder: folder of a T5 encoder (official: flan-t5-xl), for text models. Without one, the pipeline
             takes `prompt_embeds` instead of a prompt.
         tokenizer: folder of its tokenizer; default: the text encoder's folder.
+        ta_tok: TA-Tok, whose decoder the detokenizer of Tar needs, if the transformer is one (`ar_dtok_lp_512px.pth`).
         id2label: JSON file of class names, `{"0": "name, synonym"}` or a list of names, for class models.
         dtype: storage dtype of the transformer and the text encoder; by default those of the files.
         n_head: number of attention heads, for a width and depth outside the official table.
@@ -69,7 +75,9 @@ def convert_llamagen(
     if tokenizer is not None and text_encoder is None:
         raise ValueError("tokenizer comes with a text_encoder; give both, or neither and use prompt_embeds")
     with atomic_folder(output) as folder:
-        require_inputs(transformer=transformer, vq=vq, id2label=id2label, text_encoder=text_encoder, tokenizer=tokenizer)
+        require_inputs(
+            transformer=transformer, vq=vq, id2label=id2label, text_encoder=text_encoder, tokenizer=tokenizer, ta_tok=ta_tok
+        )
         gpt, codes = read_checkpoint(transformer), read_checkpoint(vq, prefer="ema")
         vq_config = detect_vq(codes, vq)
         config = detect_transformer(gpt, transformer, 2 ** (len(vq_config["encoder_ch_mult"]) - 1), n_head, grid_size)
@@ -81,6 +89,11 @@ def convert_llamagen(
             if config["condition"] != "text":
                 raise ValueError("text_encoder goes with a text model, but this transformer is class-conditional")
             parts |= read_text_encoder(text_encoder, tokenizer or text_encoder, config["caption_dim"], dtype)
+        if (ta_tok is not None) != (config["condition"] == "features"):
+            raise ValueError("ta_tok goes with the detokenizer of Tar, and with no other transformer")
+        if ta_tok is not None:
+            parts["ta_tok"] = convert_ta_tok(ta_tok)
+            require_equal(f"{transformer} and {ta_tok}", ("features", config["caption_dim"], parts["ta_tok"].config.dim))
         parts["vqvae"] = build_network(VQModel, vq_config, codes, vq)
         parts["transformer"] = build_network(LlamaGenTransformer, config, gpt, transformer, dtype)
         write_image_model(folder, "LlamaGenPipeline", parts, DEFAULTS[config["condition"]], id2label)
@@ -100,6 +113,8 @@ def detect_transformer(
         if classes < 1:
             raise ValueError(f"{file} has no class but the null class")
         config |= {"condition": "class", "num_classes": classes}
+    elif "clip_proj.weight" in state:
+        config |= _read_learned_positions(state, file)
     else:
         rows, width = shape("cls_embedding.uncond_embedding")
         config |= {"condition": "text", "cls_token_num": rows, "caption_dim": width}
@@ -115,7 +130,7 @@ def detect_transformer(
             raise ValueError(f"the freqs_cis of {file} is made for {cells} tokens, which fill no square grid")
         del state["freqs_cis"]
     heads = _reconcile(file, "n_head", n_head, heads)
-    side = _reconcile(file, "grid_size", grid_size, side)
+    side = _reconcile(file, "grid_size", grid_size, config.pop("grid_size", side))
     if heads is None and (heads := HEADS.get((dim, config["n_layer"]))) is None:
         raise ValueError(f"{file} has width {dim} and {config['n_layer']} layers, which is no official size: give n_head")
     if heads < 1 or dim % heads:
@@ -130,6 +145,21 @@ def detect_transformer(
     if not multiples:
         raise ValueError(f"{file} has a feed-forward width of {hidden}, width {dim} wants at least {least}")
     return config | {"multiple_of": multiples[0]}
+
+
+def _read_learned_positions(state: State, file: Path) -> dict[str, Any]:
+    """Return settings of the detokenizer of Tar, whose tensors get our names: 729 rows of features, and a square of tokens."""
+    shape = partial(require_shape, state, file, "detokenizer of Tar")
+    width, places = shape("clip_proj.weight")[1], shape("abs_pe", dims=3)[1]
+    cells = places + 1 - TAR_TOKENS
+    side = math.isqrt(max(cells, 0))
+    if side == 0 or side**2 != cells:
+        raise ValueError(f"the abs_pe of {file} is for {places + 1} rows, and not for {TAR_TOKENS} and a square of tokens")
+    for name in ("weight", "bias"):
+        shape(f"clip_proj.{name}", dims=2 if name == "weight" else 1)
+        state[f"cls_embedding.{name}"] = state.pop(f"clip_proj.{name}")
+    state["abs_pe"] = state["abs_pe"][0]
+    return {"condition": "features", "caption_dim": width, "cls_token_num": TAR_TOKENS, "grid_size": side}
 
 
 def _reconcile(file: Path, name: str, given: int | None, stored: int | None) -> int | None:

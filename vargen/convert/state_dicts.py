@@ -22,7 +22,7 @@ State = dict[str, Tensor]
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 _INDEX = ".index.json"
 # Keys, or prefixes of names, under which training programs keep weights: as trained, and averaged over steps.
-_TRAINED = ("model", "module", "state_dict", "model_state_dict", "gpt", "net", "params", "generator", "online_model")
+_TRAINED = ("model", "module", "state_dict", "model_state_dict", "gpt", "net", "params", "generator", "online_model", "sd")
 _AVERAGED = ("ema", "ema_model", "model_ema", "params_ema", "generator_ema", "ema_state_dict", "model_ema_state_dict")
 _TRAINING_ONLY = ("discriminator", "disc", "loss", "perceptual_loss", "lpips")  # prefixes of other networks
 _COUNTERS = {"initted", "step"}  # beside averaged weights
@@ -65,7 +65,7 @@ def read_checkpoint(file: Path, prefer: str | Sequence[str] = ()) -> State:
         file: a checkpoint, or the index (`.index.json`) of its parts.
         prefer: keys in order of preference; `"ema"` stands for all averaged weights.
     """
-    content: Mapping[Any, Any] = _read_parts(file) if file.name.lower().endswith(_INDEX) else _read_file(file)
+    content: Mapping[Any, Any] = _read_parts(file) if file.name.lower().endswith(_INDEX) else read_file(file)
     preferred = (prefer,) if isinstance(prefer, str) else tuple(prefer)
     order = dict.fromkeys(("trainer", *preferred, *(_AVERAGED if "ema" in preferred else ()), *_TRAINED, *_AVERAGED))
     for _ in range(_MAX_DEPTH):
@@ -87,7 +87,7 @@ def read_checkpoint(file: Path, prefer: str | Sequence[str] = ()) -> State:
     return {name: value.detach() for name, value in content.items()}
 
 
-def _read_file(file: Path) -> Mapping[Any, Any]:
+def read_file(file: Path) -> Mapping[Any, Any]:
     """Return the content of a safetensors file or a pickle."""
     suffix = file.suffix.lower()
     if suffix not in (*_PICKLES, ".safetensors") or not file.is_file():
@@ -108,7 +108,7 @@ def _read_parts(index: Path) -> State:
     """Return the tensors of the files that an index names."""
     weight_map, state = read_index(index), State()
     for name in sorted(set(weight_map.values())):
-        part = _read_file(index.parent / name)
+        part = read_file(index.parent / name)
         if part.keys() != {key for key, value in weight_map.items() if value == name}:
             raise ValueError(f"{index.parent / name} does not hold the tensors that {index.name} names")
         state |= part

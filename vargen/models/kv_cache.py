@@ -228,6 +228,19 @@ class LayerView:
         return self.kv[0, :rows, :, : self.reach], self.kv[1, :rows, :, : self.reach]
 
 
+class PrefixView:
+    """The part of a layer that a prefill writes, with the interface of `LayerView`: conditioning rows see themselves alone."""
+
+    def __init__(self, cache: KVCache, layer: int):
+        self.cache, self.layer = cache, layer
+
+    def write(self, kv_RPHK: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the keys and values `[R, P, 2 H, K]` of all rows, and return them, `[R, H, P, K]` each."""
+        k, v = kv_RPHK.chunk(2, dim=2)
+        self.cache.write_prefix(self.layer, k, v)
+        return k.transpose(1, 2), v.transpose(1, 2)
+
+
 class _RangeView:
     """The same where a pass writes to one range of slots: views of what it writes, of all keys and of all values."""
 

@@ -21,7 +21,7 @@ from vargen.kernels.host import normal_tensors
 from vargen.kernels.int8.load import TOKEN_PASS, CompiledCode
 from vargen.models.guidance import Condition, apply_guidance, validate_skipped
 from vargen.models.int8_cache import Int8Cache
-from vargen.models.kv_cache import KVCache
+from vargen.models.kv_cache import KVCache, PrefixView
 from vargen.models.llamagen import int8
 from vargen.models.llamagen.blocks import (
     CaptionEmbedder,
@@ -57,16 +57,17 @@ class LlamaGenTransformer(GridNetwork, ConfigMixin):
     """The next-token image transformer of LlamaGen.
 
     Args:
-        condition: `"class"` or `"text"`.
+        condition: `"class"`, `"text"`, or `"features"`: rows that attend to each other, and learned positions instead of rotary
+            ones, as of Tar's detokenizer AR-DTok (arXiv 2506.18898).
         dim, n_layer, n_head, n_kv_head: width, layers, heads; the head width `dim / n_head` must be divisible by 4.
         vocab_size: number of image tokens V.
         grid_size: side of the square token grid, at most 256; N = grid_size^2. The rotary table is specific to the grid.
         num_classes: without the null class (`condition="class"`).
-        caption_dim, cls_token_num: width and number of caption rows (`condition="text"`).
+        caption_dim, cls_token_num: width and number of caption rows (not of `condition="class"`).
         multiple_of, ffn_dim_multiplier: the feed-forward width is 8/3 dim times the multiplier, rounded up to `multiple_of`.
     """
 
-    partly_read_parameters = ("tok_embeddings.", "cls_embedding.")  # of which a pass reads a few rows, or nothing
+    partly_read_parameters = ("tok_embeddings.", "cls_embedding.", "abs_pe")  # of which a pass reads a few rows, or nothing
     _no_split_modules: ClassVar[list[str]] = ["LlamaGenBlock"]
     layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"n_layer": ("layers.",)}
     _repeated_blocks: ClassVar[list[str]] = ["LlamaGenBlock"]
@@ -76,7 +77,7 @@ class LlamaGenTransformer(GridNetwork, ConfigMixin):
     @register_to_config
     def __init__(
         self,
-        condition: Literal["class", "text"] = "class",
+        condition: Literal["class", "text", "features"] = "class",
         dim: int = 768,
         n_layer: int = 12,
         n_head: int = 12,
@@ -95,11 +96,20 @@ class LlamaGenTransformer(GridNetwork, ConfigMixin):
         quantization: str | None = None,
     ):
         super().__init__()
-        if condition not in ("class", "text"):
-            raise ValueError(f"condition must be 'class' or 'text', got {condition!r}")
-        self.cls_embedding: nn.Module = (
-            LabelEmbedder(num_classes, dim) if condition == "class" else CaptionEmbedder(caption_dim, dim, cls_token_num)
-        )
+        self.cls_embedding: nn.Module
+        self.abs_pe: nn.Parameter | None = None  # learned positions [P + N - 1, D]
+        if condition == "class":
+            self.cls_embedding = LabelEmbedder(num_classes, dim)
+        elif condition == "text":
+            self.cls_embedding = CaptionEmbedder(caption_dim, dim, cls_token_num)
+        elif condition == "features":
+            if quantization is not None:
+                raise ValueError(f"quantization must be None: 8-bit passes have rotary positions, got {quantization!r}")
+            self.cls_embedding = nn.Linear(caption_dim, dim)
+            self.abs_pe = nn.Parameter(torch.empty(cls_token_num + self.tokens - 1, dim))
+            self.rotary = torch.tensor([1.0, 0.0]).expand_as(self.rotary).clone()  # no rotation
+        else:
+            raise ValueError(f"condition must be 'class', 'text' or 'features', got {condition!r}")
         self.tok_embeddings = nn.Embedding(vocab_size, dim)
         shape = dim, n_head, n_kv_head or n_head, self.ffn_width
         self.layers = nn.ModuleList(LlamaGenBlock(*shape, norm_eps, dropout) for _ in range(n_layer))
@@ -118,10 +128,12 @@ class LlamaGenTransformer(GridNetwork, ConfigMixin):
         return 1 if self.config.condition == "class" else self.config.cls_token_num
 
     def null_condition(self, condition: Condition) -> Condition:
-        """Return the unconditional condition for guidance: the null class, or the null caption with the *same* mask."""
+        """Return the unconditional condition for guidance: the null class, the null caption with the *same* mask, or zeros."""
         if condition.class_labels is not None:
             return Condition(class_labels=torch.full_like(condition.class_labels, self.config.num_classes))
-        given = condition.require("text")
+        given = condition.require(self.config.condition)
+        if self.abs_pe is not None:
+            return Condition(caption_embeds=torch.zeros_like(given), caption_mask=condition.caption_mask)
         B, P, _ = given.shape  # if P is below the model's, the null caption is cut on the left
         null = read_weight(self.cls_embedding, "uncond_embedding")[-P:].expand(B, -1, -1)
         return Condition(caption_embeds=null.to(given), caption_mask=condition.caption_mask)
@@ -132,7 +144,8 @@ class LlamaGenTransformer(GridNetwork, ConfigMixin):
         """Create a cache for `rows` rows and passes of at most `scratch` tokens; see `LlamaGenTokenModel` for the others."""
         config = self.config
         shape = len(self.layers), rows, config.n_kv_head or config.n_head, config.dim // config.n_head
-        slots = {"prefix": 1 if compress_prefix else self.num_prefix_rows, "tokens": self.tokens, "scratch": scratch}
+        compressed = compress_prefix and self.abs_pe is None
+        slots = {"prefix": 1 if compressed else self.num_prefix_rows, "tokens": self.tokens, "scratch": scratch}
         with normal_tensors():  # writable in and outside of inference mode
             if self.quantized:
                 return int8.Int8Cache(*shape, **slots, compiled=TOKEN_PASS.load())
@@ -178,7 +191,7 @@ class LlamaGenTransformer(GridNetwork, ConfigMixin):
             elif condition is not None and tokens is None and cache is not None:
                 x = self._prefill(condition, cache)
             elif condition is None and tokens is not None and isinstance(cache, KVCache):
-                x = self.run_layers(self.layers, self.tok_embeddings(tokens), cache, positions, ancestors)
+                x = self.run_layers(self.layers, self._embed_tokens(tokens, cache, positions), cache, positions, ancestors)
             else:
                 raise ValueError("pass (tokens, condition), (condition, cache) or (tokens, cache)")
             features = self._final_norm(x)
@@ -206,15 +219,30 @@ class LlamaGenTransformer(GridNetwork, ConfigMixin):
 
     def _embed(self, condition: Condition) -> Tensor:
         given = condition.require(self.config.condition)
+        if self.abs_pe is not None:
+            return self.cls_embedding(given.to(self.abs_pe.dtype)) + self.abs_pe[: given.shape[1]]
         return int8.embed_condition(self, condition) if self.quantized else self.cls_embedding(given).to(self.dtype)
+
+    def _embed_tokens(self, tokens: Tensor, cache: KVCache, positions: Tensor | None) -> Tensor:
+        """Return the inputs of a pass; `positions` as of `run_layers`."""
+        x = self.tok_embeddings(tokens)
+        if self.abs_pe is None:
+            return x
+        cells = cache.positions(tokens.shape[1]) if positions is None else positions
+        return x + self.abs_pe[(self.num_prefix_rows + cells).clamp(max=len(self.abs_pe) - 1)]
 
     def _teacher_forced(self, tokens_BN: Tensor, condition: Condition) -> Tensor:
         prefix = self._embed(condition)
         B, P, _ = prefix.shape
-        x = self.embedding_dropout(torch.cat([prefix, self.tok_embeddings(tokens_BN[:, :-1])], dim=1))
+        embedded = self.tok_embeddings(tokens_BN[:, :-1])
+        if self.abs_pe is not None:
+            embedded = embedded + self.abs_pe[P : P + embedded.shape[1]]
+        x = self.embedding_dropout(torch.cat([prefix, embedded], dim=1))
         T = x.shape[1]
         # Zero rotary factors make queries and keys of conditioning rows exactly zero.
         cos_sin = torch.cat([self.rotary.new_zeros(P, *self.rotary.shape[1:]), self.rotary[: T - P]])
+        if self.abs_pe is not None:
+            cos_sin = self.rotary[:1]
         visible = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
         if condition.caption_mask is not None:
             visible = visible.expand(B, T, T).clone()
@@ -229,7 +257,7 @@ class LlamaGenTransformer(GridNetwork, ConfigMixin):
         return x[:, P - 1 :]
 
     def _prefill(self, condition: Condition, cache: KVCache | Int8Cache) -> Tensor:
-        """Run the conditioning rows without a score matrix.
+        """Run the conditioning rows; without a score matrix, unless they attend to each other.
 
         Their attention scores are all zero, so the output of a row is the running mean of values. For later tokens, n visible
         rows are equivalent to one slot of key zero, value mean(v) and score log(n)."""
@@ -239,6 +267,11 @@ class LlamaGenTransformer(GridNetwork, ConfigMixin):
         x = self._embed(condition)
         B, P, _ = x.shape
         mask = condition.caption_mask
+        if self.abs_pe is not None:
+            causal, rotary = torch.ones(P, P, dtype=torch.bool, device=x.device).tril(), rotary_factors(self.rotary[:1])
+            for i, layer in enumerate(self.layers):
+                x = layer(x, rotary, causal, PrefixView(cache, i))
+            return x[:, -1:]
         visible = torch.ones(B, P, dtype=torch.float32, device=x.device) if mask is None else mask.float()
         seen = visible.cumsum(1)  # number of visible rows up to each row, [B, P]
         total = seen[:, -1:]
