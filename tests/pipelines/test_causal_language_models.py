@@ -15,7 +15,7 @@ import vargen
 from vargen.decoding import PRESETS, Sampling, decode, list_methods
 from vargen.in_place.own_generate import generate_both
 from vargen.models.heads.network import EagleDrafter, MedusaDrafter
-from vargen.models.transformers import causal
+from vargen.models.transformers import supported
 from vargen.models.transformers.causal import Liquid
 from vargen.models.transformers.decoding import TransformersTokenModel
 from vargen.training.generated_images import make_teacher
@@ -86,10 +86,10 @@ def test_defaults_are_those_of_the_published_models(pipe: Any) -> None:
     expected = {"guidance_scale": SCALES[kind(pipe)], "temperature": 1.0, "top_k": None, "top_p": 1.0, "min_p": 0.0}
     expected |= {"liquid": {"temperature": 0.99, "top_p": 0.96}, "tar": {"top_p": 0.95}, "simplear": {}}[kind(pipe)]
     assert pipe.default_sampling == expected, "tiny models have fewer tokens than top-k"
-    sizes = {each.name: (each.codes, each.published_size, each.top_k) for each in causal.IMAGE_MODELS}
+    sizes = {each.name: (each.codes, each.published_size, each.top_k) for each in supported.IMAGE_MODELS}
     assert sizes == {
         "Liquid": (8192, (32, 32), 4096), "SimpleAR": (64_000, (64, 64), None), "Tar": (0, (27, 27), 1200),
-        "X-Omni": (0, (72, 72), None),
+        "X-Omni": (0, (72, 72), None), "Emu3.5": (0, (64, 64), 5120),
     }  # fmt: skip
 
 

@@ -16,8 +16,11 @@ from vargen.models.transformers.base import ImageLanguageModel, PromptRows, pad_
 from vargen.values import short_repr
 
 # By class of transformers, what a folder holds; and the names that official folders give to such a class.
-NETWORKS = {name: NetworkKind(name, kind) for name, kind in (("GemmaForCausalLM", "gemma"), ("Qwen2ForCausalLM", "qwen2"))}
-OTHER_NAMES = {"SimpARForCausalLM": "Qwen2ForCausalLM"}
+NETWORKS = {
+    name: NetworkKind(name, kind)
+    for name, kind in (("GemmaForCausalLM", "gemma"), ("Qwen2ForCausalLM", "qwen2"), ("Qwen3ForCausalLM", "qwen3"))
+}
+OTHER_NAMES = {"SimpARForCausalLM": "Qwen2ForCausalLM", "Emu3ForCausalLM": "Qwen3ForCausalLM"}
 
 
 def network_name(model: Any) -> str:
@@ -48,7 +51,7 @@ class CausalLanguageModel(ImageLanguageModel):
     processor_name = "PreTrainedTokenizerFast"
     tokenizer_names, image_processor_name = ("PreTrainedTokenizerFast",), ""
     has_pixels = False
-    options = ("size",)
+    options: tuple[str, ...] = ("size",)
     name = ""
     marks: tuple[str, ...] = ()
     codes = 0
@@ -192,17 +195,3 @@ class XOmni(CausalLanguageModel):
     @property
     def head_settings(self) -> dict[str, Any]:
         raise ValueError("draft heads must be left out: the states of X-Omni also say which tokens are image tokens")
-
-
-IMAGE_MODELS: tuple[type[CausalLanguageModel], ...] = (Liquid, SimpleAR, Tar, XOmni)
-
-
-def find_image_model(class_name: str, tokenizer: Any) -> type[CausalLanguageModel]:
-    """Return the image model of a class of transformers that a tokenizer belongs to; ValueError for that of a text model."""
-    candidates = [each for each in IMAGE_MODELS if each.class_name == class_name]
-    known = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-    for each in candidates:
-        if all(mark in known for mark in each.marks):
-            return each
-    names = ", or ".join(f"{' and '.join(each.marks)} of {each.name}" for each in candidates)
-    raise ValueError(f"this {class_name} generates text: its tokenizer lacks the special tokens {names}")

@@ -19,7 +19,8 @@ from vargen.decoding import LowResModel
 from vargen.folders.transformers_networks import NetworkKind
 from vargen.models.storage import read_weight
 from vargen.models.transformers.base import ImageLanguageModel, PromptRows, pad_prompts, tokenize, validate_size
-from vargen.models.transformers.causal import NETWORKS, CausalLanguageModel, XOmni, find_image_model, network_name
+from vargen.models.transformers.causal import NETWORKS, CausalLanguageModel, Liquid, SimpleAR, Tar, XOmni, network_name
+from vargen.models.transformers.emu3_5 import Emu35
 from vargen.values import short_repr
 from vargen.weight_files import weights_digest
 
@@ -275,6 +276,18 @@ class GLMImage(ImageLanguageModel):
 
 
 MODELS: dict[str, type[ImageLanguageModel]] = {each.class_name: each for each in (Janus, Emu3, GLMImage, Chameleon, XOmni)}
+IMAGE_MODELS: tuple[type[CausalLanguageModel], ...] = (Liquid, SimpleAR, Tar, XOmni, Emu35)  # known by their tokenizers
+
+
+def find_image_model(class_name: str, tokenizer: Any) -> type[CausalLanguageModel]:
+    """Return the image model of a class of transformers that a tokenizer belongs to; ValueError for that of a text model."""
+    candidates = [each for each in IMAGE_MODELS if each.class_name == class_name]
+    known = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    for each in candidates:
+        if all(mark in known for mark in each.marks):
+            return each
+    names = ", or ".join(f"{' and '.join(each.marks)} of {each.name}" for each in candidates)
+    raise ValueError(f"this {class_name} generates text: its tokenizer lacks the special tokens {names}")
 
 
 def validate_release(language_model: type[ImageLanguageModel]) -> None:
