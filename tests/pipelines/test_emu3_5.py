@@ -11,16 +11,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from summed_model import SummedModel
 from tiny_language_models import make_causal, make_ibq, needs_janus
 from torch import Tensor
 
 import vargen
 from vargen.compat import installed_version
-from vargen.decoding import PRESETS, decode, list_methods
+from vargen.decoding import PRESETS, Sampling, decode, list_methods
 from vargen.folders.transformers_networks import StoredNetwork
 from vargen.in_place.own_generate import generate_both
-from vargen.models.transformers.emu3_5 import OFFICIAL
+from vargen.models.heads.network import EagleDrafter, MedusaDrafter
+from vargen.models.transformers.decoding import TransformersTokenModel
+from vargen.models.transformers.emu3_5 import OFFICIAL, Emu35
 from vargen.pipelines.loading import inspect_model
+from vargen.training.generated_images import make_teacher
+from vargen.verify.exact_sum import sum_pass
 
 pytestmark = needs_janus
 PROMPTS = ["a red apple", "a blue car on the moon", "dog"]
@@ -139,18 +144,44 @@ def test_defaults_and_prompts_are_the_official_ones(pipe: Any) -> None:
     assert other.ids[0].tolist() == pipe.processor(BLANK.replace("USER: ", "USER: a red car") + begin)["input_ids"]
 
 
+@pytest.fixture(scope="module")
+def equipped(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """With all that a method may need: a draft model, draft heads, and a codebook."""
+    (model, tokenizer), (small, _) = (make_causal("emu3.5", num_hidden_layers=layers) for layers in (3, 1))
+    pipe = vargen.accelerate(model, tokenizer, small, size=SIZE, vision_tokenizer=make_ibq())
+    for cls in (EagleDrafter, MedusaDrafter):
+        folder, settings = tmp_path_factory.mktemp("head"), make_teacher(pipe).settings
+        cls(**{each: settings[each] for each in cls.target_settings}).save_pretrained(folder)
+        pipe.load_drafter(folder)
+    return pipe
+
+
 @pytest.mark.parametrize("name", [each.name for each in list_methods("next-token") if not each.experimental])
-def test_every_method_runs_or_says_why_not(pipe: Any, name: str) -> None:
-    model, condition = pipe.decoding_model(3.0), pipe.encode_condition(PROMPTS[:2])[0]
-    if name in ("mulo", "mulo-exact", "speculative", "eagle", "medusa", "lantern"):
-        with pytest.raises(ValueError, match=r"resolution|draft|trained"):
+def test_every_method_runs_or_says_why_not(equipped: Any, name: str) -> None:
+    model, condition = equipped.decoding_model(3.0), equipped.encode_condition(PROMPTS[:2])[0]
+    if name in ("mulo", "mulo-exact"):
+        with pytest.raises(ValueError, match="low resolution"):
             decode(model, condition, torch.arange(2), PRESETS[name])
         return
     found = decode(model, condition, torch.arange(2), PRESETS[name])
-    assert (found.tokens.view(-1, *pipe.grid)[:, :-1, -1] == 24).all() and (found.tokens[:, -1] == 25).all()
+    assert (found.tokens.view(-1, *equipped.grid)[:, :-1, -1] == 24).all() and (found.tokens[:, -1] == 25).all()
     assert found.stats.forced == 2 * 3 and (found.tokens < 24).sum() == 2 * 12
     if PRESETS[name].sequential_tokens:
         assert torch.equal(found.tokens, decode(model, condition, torch.arange(2), "ar").tokens)
+
+
+def test_drafts_leave_greedy_tokens_as_they_are(equipped: Any) -> None:
+    expected = equipped("dog", accelerator="ar", **GREEDY).tokens
+    for method in ("speculative", "eagle", "medusa", "gumbel", "scd"):
+        assert torch.equal(equipped("dog", accelerator=method, **GREEDY).tokens, expected), method
+
+
+def test_passes_sum_to_the_model_s_distribution() -> None:
+    model, tokenizer = make_causal("emu3.5", codes=3)
+    described = Emu35(model, tokenizer, (2, 1))
+    summed: Any = SummedModel(TransformersTokenModel(described, 3.0), described.encode_prompts(tokenizer, ["dog"], None))
+    found = sum_pass(PRESETS["scd"], summed, passes=2, sampling=Sampling(1.2, top_k=2))
+    assert max(found.distance, found.draft_distance) < 1e-5
 
 
 # -- pixels ---------------------------------------------------------------------------------------------------------------
@@ -207,6 +238,7 @@ def make_official(pipe: Any, folder: Path) -> Path:
     pipe.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["Emu3ForCausalLM"], "model_type": "Emu3", "pretraining_tp": 1, "boi_token_id": 40}
+    config["rope_theta"] = config.pop("rope_parameters", config)["rope_theta"]  # transformers 5 writes it elsewhere
     (folder / "config.json").write_text(json.dumps(config))
     file = folder / "vision_tokenizer/model.safetensors"
     save_file({**load_file(file), "encoder.conv_in.weight": torch.ones(2, 3, 3, 3)}, file)
@@ -229,6 +261,9 @@ def test_official_folders_are_opened(pipe: Any, tmp_path: Path) -> None:
     for each in (opened, *others, type(pipe).from_pipe(opened)):
         assert (each("dog", temperature=0, output_type="np").images == expected.images).all()
     assert inspect_model(saved).makes_images
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_theta"], config["rms_norm_eps"]  # which are the defaults of the official class
+    (folder / "config.json").write_text(json.dumps(config))
     plain = vargen.open_pipeline(folder, **options)
     assert not plain.makes_images and torch.equal(plain("dog", **GREEDY).tokens, expected.tokens)
 

@@ -181,7 +181,12 @@ def make_causal(name: str, codes: int = 24, seed: int = 0, **changed: Any) -> tu
     if name == "emu3.5":
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
-        config |= {"head_dim": 12, "rope_theta": 1e6, **changed}  # heads together are wider than states, as published
+        config |= {
+            "head_dim": 12,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-5,
+            **changed,
+        }  # heads together are wider than states, as published
         return randomize(Qwen3ForCausalLM(Qwen3Config(**config)), seed, 0.8), tokenizer
     return randomize(Qwen2ForCausalLM(Qwen2Config(**config)), seed, 0.8), tokenizer
 

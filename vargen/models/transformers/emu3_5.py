@@ -16,7 +16,10 @@ from torch import Tensor
 from vargen.folders.transformers_networks import NetworkKind
 from vargen.models.transformers.causal import CausalLanguageModel
 
-OFFICIAL = {"Emu3ForCausalLM": NetworkKind("Qwen3ForCausalLM", "Emu3")}  # by the class that official folders name
+# By the class that official folders name, what they hold.
+OFFICIAL = {
+    "Emu3ForCausalLM": NetworkKind("Qwen3ForCausalLM", "Emu3", defaults={"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5})
+}
 _ENDS = ("<|extra_200|>", "<|image end|>")  # of a row, and of the last one
 
 
