@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
+import unicodedata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ VISION = ["<|image token|>", "<|image start|>", "<|image end|>", "<|visual token
 TEXTS = [
     "A red apple's 64*64 ünïcödé é", "  tabs\t and\n\n lines \r\n", "你好, 世界!! 12345", "aaaa aaaaaaa abababab", "",
     "<|image start|>64*64<|image token|><|visual token 000001|>", "USER: the the<|extra_203|>then", "🙂 don't DON'T", " ",
+    "cafe\u0301", "qzx qzxa",
 ]  # fmt: skip
 
 
@@ -39,7 +41,7 @@ def make_ranks(merges: int = 150) -> list[bytes]:
             else:
                 joined.append(part)
         parts = joined
-    return tokens
+    return [*tokens, b"qzx"]  # which no merges make
 
 
 def write_files(folder: Path, tokens: list[bytes], vision: list[str] = VISION) -> Path:
@@ -55,7 +57,7 @@ def official_ids(tokens: list[bytes], text: str) -> list[int]:
     ranks = {token: rank for rank, token in enumerate(tokens)}
     names = [*SPECIAL, *VISION]
     found = []
-    for piece in regex.split("(" + "|".join(map(regex.escape, names)) + ")", text):
+    for piece in regex.split("(" + "|".join(map(regex.escape, names)) + ")", unicodedata.normalize("NFC", text)):
         if piece in names:
             found.append(len(tokens) + names.index(piece))
             continue
@@ -76,7 +78,11 @@ def test_ids_are_the_official_ones(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_files(tmp_path, tokens), "PreTrainedTokenizerFast")
     generator = random.Random(1)
     pieces = [*TEXTS, *" .,!?\n*'0123456789abcdefgh", "the", "apple", *SPECIAL[:4], *VISION]
-    for text in [*TEXTS, *("".join(generator.choices(pieces, k=12)) for _ in range(200))]:
+    for text in [
+        "".join(map(chr, range(0x21, 0x800))),
+        *TEXTS,
+        *("".join(generator.choices(pieces, k=12)) for _ in range(200)),
+    ]:
         assert tokenizer(text)["input_ids"] == official_ids(tokens, text), text
     assert len(tokenizer) == len(tokens) + len(SPECIAL) + len(VISION)
     assert tokenizer.convert_tokens_to_ids("<|extra_203|>") == len(tokens) + 206
@@ -107,7 +113,7 @@ def test_it_is_saved_as_the_tokenizer_json_that_opens_first(tmp_path: Path) -> N
     ],
 )
 def test_damaged_files_are_refused(change: Any, message: str, tmp_path: Path) -> None:
-    write_files(tmp_path, make_ranks(0))
+    write_files(tmp_path, make_ranks(0)[:256])
     file = tmp_path / TIKTOKEN_FILE
     file.write_text("\n".join(change(file.read_text().splitlines())))
     with pytest.raises(ValueError, match=f"{TIKTOKEN_FILE} .*{message}"):
