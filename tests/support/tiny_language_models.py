@@ -14,6 +14,7 @@ ensure_torchvision()
 RELEASES = {
     "janus": (4, 52),
     "emu3": (4, 53),
+    "emu3.5": (4, 53),
     "chameleon": (4, 53),
     "x-omni": (4, 56),
     "glm-image": (5, 0),
