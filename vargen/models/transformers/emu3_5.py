@@ -26,7 +26,7 @@ _ENDS = ("<|extra_200|>", "<|image end|>")  # of a row, and of the last one
 class Emu35(CausalLanguageModel):
     """Emu3.5-Image: Qwen3 with 131,072 image tokens in its tokenizer, for text to image.
 
-    The program of the paper has the model generate the size of the image first; here it is given.
+    The size is given, as `target_height` and `target_width` of the official program, which else has the model generate it.
 
     Args:
         size: rows and columns of the image in tokens of 16 x 16 pixels.
