@@ -21,10 +21,12 @@ from vargen.folders.processors import load_processor
 from vargen.folders.tokenizers import load_tokenizer
 from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.guidance import Guidance, to_guidance
-from vargen.models.storage import load_network, require_weights
+from vargen.models.storage import find_device, load_network, require_weights
+from vargen.models.tokenizers.ibq import StoredIBQ
 from vargen.models.transformers.base import ImageLanguageModel, validate_network
 from vargen.models.transformers.causal import NETWORKS, OTHER_NAMES, CausalLanguageModel
 from vargen.models.transformers.decoding import TransformersTokenModel
+from vargen.models.transformers.emu3_5 import OFFICIAL
 from vargen.models.transformers.int8 import MOST_POSITIONS, Int8Network, quantize_layers, validate_int8, validate_layers
 from vargen.models.transformers.int8_decoding import Int8Parts, Int8TokenModel
 from vargen.models.transformers.supported import MODELS, describe_language_model, validate_release
@@ -50,6 +52,7 @@ class LanguageModelPipeline(NextTokenPipeline):
         negative_format: see `Emu3`, the only model that has one.
         quantization: `"int8"` runs the layers and the image head on a CPU with 8-bit integer products; see
             `vargen.models.transformers.int8`.
+        vision_tokenizer: an `IBQDecoder` that makes images of the tokens of Emu3.5.
 
     Unknown classes, a processor of another model, and models or draft models that do not fit are refused.
     """
@@ -59,14 +62,22 @@ class LanguageModelPipeline(NextTokenPipeline):
     def __init__(
         self, model: Any, processor: Any, draft_model: Any = None,
         size: tuple[int, int] | None = None, negative_format: str | None = None, quantization: str | None = None,
+        vision_tokenizer: Any = None,
     ):  # fmt: skip
-        self._describe = partial(describe_language_model, processor=processor, size=size, negative_format=negative_format)
+        self._describe = partial(
+            describe_language_model,
+            processor=processor,
+            size=size,
+            negative_format=negative_format,
+            vision_tokenizer=vision_tokenizer,
+        )
         described = self._describe(model)
         described.validate_processor(processor)
         if draft_model is not None:
             described.validate_draft(self._describe(draft_model))
         self._init_calls()
         self.model, self.processor, self.draft_model = model, processor, draft_model
+        self.vision_tokenizer = vision_tokenizer
         self._descriptions: dict[str, tuple[Any, ImageLanguageModel]] = {}
         self.quantization = validate_int8(quantization, described.device)
         self._int8_parts: dict[str, tuple[ImageLanguageModel, Int8Parts]] = {}
@@ -90,6 +101,7 @@ class LanguageModelPipeline(NextTokenPipeline):
         size: tuple[int, int] | None = None,
         negative_format: str | None = None,
         quantization: str | None = None,
+        vision_tokenizer: str | Path | None = None,
         **options: Any,
     ) -> Self:
         """Open a folder of transformers, with safetensors only and without running code of the folder.
@@ -101,6 +113,7 @@ class LanguageModelPipeline(NextTokenPipeline):
             device: where the models run; `"auto"` selects a GPU if there is one. Default: the CPU.
             size, negative_format: as of the class.
             quantization: as of the class; layers are quantized one after the other while they are read.
+            vision_tokenizer: folder or id of Emu3.5's image tokenizer. Default: the model's subfolder of this name, if any.
             **options: of transformers, for the model: `device_map`, `max_memory`, `offload_folder`, `quantization_config`,
                 `attn_implementation`; `cache_dir`, `force_download`, `local_files_only`, `token` and `revision` of the hub.
 
@@ -121,6 +134,10 @@ class LanguageModelPipeline(NextTokenPipeline):
         stored, described = zip(*(_read_folder(folder, size, negative_format) for folder in folders), strict=True)
         processor = load_processor(folders[0], described[0])
         described[0].validate_processor(processor)
+        vision = _read_vision_tokenizer(described[0], folders[0], vision_tokenizer, fetching)
+        shape: dict[str, Any] = {"size": size, "negative_format": negative_format}
+        if vision is not None:  # refused if it is that of another model
+            describe_language_model(stored[0].network, processor, **shape, vision_tokenizer=vision.network)
         for each in described[1:]:
             described[0].validate_draft(each)
         if quantization is not None:
@@ -141,7 +158,9 @@ class LanguageModelPipeline(NextTokenPipeline):
                 given, moves = {**given, "device_map": {"": place}}, False
             model = each.load(kind, **given)
             models.append(model.to(place).eval() if moves else model.eval())
-        pipe = cls(models[0], processor, models[1] if models[1:] else None, size, negative_format, quantization)
+        pixels = None if vision is None else vision.load().to(find_device(models[0].get_input_embeddings()))
+        draft = models[1] if models[1:] else None
+        pipe = cls(models[0], processor, draft, **shape, quantization=quantization, vision_tokenizer=pixels)
         pipe.folder = folders[0]
         if heads := list_heads(folders[0]):
             pipe.load_drafter(*(folders[0] / name for name in heads))
@@ -150,7 +169,8 @@ class LanguageModelPipeline(NextTokenPipeline):
     @classmethod
     def inspect(cls, folder: Path) -> Self:
         stored, described = _read_folder(folder)
-        pipe = cls(stored.network, load_processor(folder, described))
+        vision = _read_vision_tokenizer(described, folder, None, {})
+        pipe = cls(stored.network, load_processor(folder, described), vision_tokenizer=vision and vision.network)
         pipe.folder = folder
         if names := list_heads(folder):
             heads = _read_heads(pipe.decoding_model(), *(folder / name for name in names))
@@ -238,9 +258,9 @@ class LanguageModelPipeline(NextTokenPipeline):
         return heads
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """Write a folder of transformers, with each draft head in a subfolder of its name.
+        """Write a folder of transformers, with each draft head, and an image tokenizer, in a subfolder of its name.
 
-        `open_pipeline` opens it with its draft heads. A draft model is not saved.
+        `open_pipeline` opens it with these. A draft model is not saved.
 
         Args:
             kwargs: passed to `save_pretrained` of the model.
@@ -253,6 +273,8 @@ class LanguageModelPipeline(NextTokenPipeline):
         with atomic_merge(folder) as staged:
             self.model.save_pretrained(str(staged), safe_serialization=True, **kwargs)
             self.processor.save_pretrained(str(staged))
+            if self.vision_tokenizer is not None:
+                self.vision_tokenizer.save(staged / _VISION)
             for name, network in self.draft_heads.items():
                 network.save_pretrained(str(staged / name), safe_serialization=True)
         (folder / "model_index.json").unlink(missing_ok=True)  # of another family that was saved there
@@ -264,7 +286,8 @@ class LanguageModelPipeline(NextTokenPipeline):
         return self.language_model.mask_generated(length, size)
 
 
-_PARTS = dict.fromkeys(("model", "processor", "draft_model"), Component((), follows_dtype=True))
+_VISION = "vision_tokenizer"
+_PARTS = dict.fromkeys(("model", "processor", "draft_model", _VISION), Component((), follows_dtype=True))
 LanguageModelPipeline.family = ModelFamily("language-model", LanguageModelPipeline, _PARTS)
 
 
@@ -276,14 +299,14 @@ def _read_folder(
     if not file.is_file():
         raise ValueError(f"{folder} holds no config.json, so it is not a model of transformers")
     names = read_config(file).get("architectures")
-    found = str(names[0]) if isinstance(names, list) and names else None
-    found = OTHER_NAMES.get(found or "", found)
+    named = str(names[0]) if isinstance(names, list) and names else ""
+    found = OTHER_NAMES.get(named, named or None)
     if found not in MODELS and found not in NETWORKS:
         raise ValueError(f"{file} describes a {found!r}; vargen runs {', '.join((*MODELS, *NETWORKS))}")
     kind = MODELS.get(found, CausalLanguageModel)
     validate_release(kind)
     tokenizer = load_tokenizer(folder, kind.processor_name) if issubclass(kind, CausalLanguageModel) else None
-    stored = StoredNetwork(folder, NETWORKS.get(found) or kind.stored)
+    stored = StoredNetwork(folder, OFFICIAL.get(named) or NETWORKS.get(found) or kind.stored)
     try:
         described = describe_language_model(stored.network, tokenizer, size=size, negative_format=negative_format)
         validate_network(described)
@@ -293,6 +316,15 @@ def _read_folder(
     except Exception as error:  # from a value that its class does not validate
         raise ValueError(f"{file} does not describe a {found}: {one_line(error)}") from error
     return stored, described
+
+
+def _read_vision_tokenizer(
+    described: ImageLanguageModel, folder: Path, given: str | Path | None, fetching: dict[str, Any]
+) -> StoredIBQ | None:
+    """Check the given image tokenizer, or else that in a model's folder, if the model takes one."""
+    if given is None and not (_VISION in described.options and (folder / _VISION).is_dir()):
+        return None
+    return StoredIBQ(folder / _VISION if given is None else locate_folder(given, fetching))
 
 
 def _load_int8(stored: StoredNetwork, described: ImageLanguageModel, dtype: torch.dtype, options: dict[str, Any]) -> Any:

@@ -42,7 +42,7 @@ _NO_EFFECT = ("use_safetensors", "low_cpu_mem_usage")  # common in calls of diff
 # Of image language models, in addition to those of the hub.
 LANGUAGE_MODEL_OPTIONS = (
     "draft_model", "size", "negative_format", "device_map", "max_memory", "offload_folder", "quantization_config",
-    "attn_implementation", "quantization",
+    "attn_implementation", "quantization", "vision_tokenizer",
 )  # fmt: skip
 _CODE = ("trust_remote_code", "custom_pipeline")
 SMALL_NETWORK = 50_000_000  # parameters

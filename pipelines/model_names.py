@@ -29,6 +29,8 @@ _OFFICIAL = {
         for size in ("1b", "7b")
     },
     "baai/emu3-gen": "comes with its own code; open 'BAAI/Emu3-Gen-hf', the same weights for transformers",
+    "baai/emu3.5-image": "needs emu3.tiktoken and emu3_vision_tokens.txt from src/tokenizer_emu3_ibq of its code; download it, "
+    "copy them into the folder, and open that folder",
     "zai-org/glm-image": "is a pipeline of diffusers; download it, copy its processor/ files into its vision_language_encoder/ "
     "folder, and open that folder",
     "foundationvision/llamagen": _CONVERT + "llamagen --transformer c2i_B_256.pt --vq vq_ds16_c2i.pt -o DIR",

@@ -90,6 +90,7 @@ def test_defaults_are_those_of_the_published_models(pipe: Any) -> None:
     assert sizes == {
         "Liquid": (8192, (32, 32), 4096), "SimpleAR": (64_000, (64, 64), None), "Tar": (0, (27, 27), 1200),
         "X-Omni": (0, (72, 72), None), "MammothModa2": (0, (32, 32), None),
+        "Emu3.5": (0, (64, 64), 5120),
     }  # fmt: skip
 
 

@@ -11,13 +11,14 @@ import math
 import re
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from limited_process import open_and_sample, open_changed, run_limited
 from tiny_families import drafting_pipeline, video_folder
-from tiny_language_models import has_release, make_chameleon, make_emu3, make_glm, make_janus
+from tiny_language_models import has_release, make_causal, make_chameleon, make_emu3, make_glm, make_janus
 from tiny_models import infinity_pipeline, t5_pipeline, text_var_pipeline
 
 from vargen.pipelines.video_settings import VideoSettings
@@ -25,10 +26,16 @@ from vargen.pipelines.video_settings import VideoSettings
 VALUES = (-1, 0, "x", None, math.nan, 10**12, {"a": {"b": [[1]]}})
 SAMPLE = 13  # every how many settings are in `make test`, each with one value
 # Valid numbers of these give another image, as do words of a tokenizer, and stored defaults.
-NUMERIC = {"norm_eps", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_base", "rope_theta", "vocabulary_map"}
-FAMILIES = ["llamagen", "t5", "var", "infinity", "video", "janus", "emu3", "chameleon", "glm-image"]
-MAKERS: dict[str, Any] = {"janus": make_janus, "emu3": make_emu3, "chameleon": make_chameleon, "glm-image": make_glm}
-OPTIONS: dict[str, Any] = {"emu3": {"size": (4, 5)}, "glm-image": {"size": (2, 3)}}
+NUMERIC = {
+    "norm_eps", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_base", "rope_theta", "rope_parameters",
+    "vocabulary_map",
+}  # fmt: skip
+MAKERS: dict[str, Any] = {
+    "janus": make_janus, "emu3": make_emu3, "chameleon": make_chameleon, "glm-image": make_glm,
+    "emu3.5": partial(make_causal, "emu3.5"),
+}  # fmt: skip
+FAMILIES = ["llamagen", "t5", "var", "infinity", "video", *MAKERS]
+OPTIONS: dict[str, Any] = {"emu3": {"size": (4, 5)}, "glm-image": {"size": (2, 3)}, "emu3.5": {"size": (3, 4)}}
 # Files that are like those of another family.
 SAME = {
     "llamagen": ("draft_", "low_res"),
@@ -37,6 +44,7 @@ SAME = {
     "infinity": ("tokenizer/", "text_encoder/", "draft_"),
     "video": ("draft_",),
     "emu3": ("tokenizer",),
+    "emu3.5": ("tokenizer",),
     "chameleon": ("tokenizer", "preprocessor"),
 }
 

@@ -36,7 +36,8 @@ def saved(tmp_path_factory) -> Path:
         ("a" * 5000, "unknown model"), ("owner/" + "a" * 5000, "unknown model"), ("a/b/" * 1250, "unknown model"),
         ("x\0y", "model"), ("some-owner/some-model", "fetching"), ("some-owner/some-model@v2", "fetching"),
         ("https://huggingface.co/FoundationVision/var/tree/main", "vargen convert var --transformer var_d16.pth"),
-        ("hf://deepseek-ai/Janus-Pro-7B", "deepseek-community/Janus-Pro-7B"), ("c2i_B_256.pt", "vargen convert llamagen"),
+        ("hf://deepseek-ai/Janus-Pro-7B", "deepseek-community/Janus-Pro-7B"),
+        ("BAAI/Emu3.5-Image", "copy them into the folder"), ("c2i_B_256.pt", "vargen convert llamagen"),
     ],
 )  # fmt: skip
 def test_unknown_names(name, said):

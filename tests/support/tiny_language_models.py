@@ -14,6 +14,7 @@ ensure_torchvision()
 RELEASES = {
     "janus": (4, 52),
     "emu3": (4, 53),
+    "emu3.5": (4, 53),
     "chameleon": (4, 53),
     "x-omni": (4, 56),
     "mammoth-moda2": (4, 56),
@@ -151,7 +152,9 @@ def make_glm(codes: int = 24, seed: int = 0, **changed: Any) -> tuple[Any, Any]:
 
 
 CAUSAL_MARKS = {"liquid": ("<boi>", "<unconditional>"), "simplear": ("<|t2i|>", "<|soi|>"), "tar": ("<S0>", "<S1>", "<S2>"),
-                "x-omni": ("<SOM>", "<IMAGE>", "<EOM>")}  # fmt: skip
+                "x-omni": ("<SOM>", "<IMAGE>", "<EOM>"),
+                "emu3.5": ("<|extra_100|>", "<|extra_200|>", "<|extra_203|>", "<|image token|>", "<|image start|>",
+                           "<|image end|>")}  # fmt: skip
 
 
 def make_causal(name: str, codes: int = 24, seed: int = 0, **changed: Any) -> tuple[Any, Any]:
@@ -160,7 +163,7 @@ def make_causal(name: str, codes: int = 24, seed: int = 0, **changed: Any) -> tu
 
     tokenizer = make_tokenizer(PreTrainedTokenizerFast)
     marks = [*CAUSAL_MARKS.get(name, ()), "<|im_start|>", "<|im_end|>", "<im_start>"]
-    form = {"tar": "<I{}>", "x-omni": "<MM-Token-{}>"}.get(name)
+    form = {"tar": "<I{}>", "x-omni": "<MM-Token-{}>", "emu3.5": "<|visual token {:06d}|>"}.get(name)
     names = [] if form is None else [form.format(number) for number in range(codes)]
     text = marks[3:] if name == "x-omni" else marks  # of which X-Omni has marks behind the image tokens
     tokenizer.add_tokens(text, special_tokens=True)
@@ -177,6 +180,16 @@ def make_causal(name: str, codes: int = 24, seed: int = 0, **changed: Any) -> tu
         config |= {"vocab_size": first, "num_hidden_layers": 4, "mm_vocab_size": vocab - first, "image_vocab_size": codes}
         config |= {"num_mm_adap_layers": 1, "num_mm_head_layers": 1, **changed}
         return randomize(XOmniForCausalLM(XOmniConfig(**config)), seed, 0.8), tokenizer
+    if name == "emu3.5":
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        config |= {
+            "head_dim": 12,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-5,
+            **changed,
+        }  # heads together are wider than states, as published
+        return randomize(Qwen3ForCausalLM(Qwen3Config(**config)), seed, 0.8), tokenizer
     return randomize(Qwen2ForCausalLM(Qwen2Config(**config)), seed, 0.8), tokenizer
 
 
@@ -196,3 +209,10 @@ def make_mammoth_moda2(codes: int = 24, seed: int = 0, **changed: Any) -> tuple[
         "gen_vocab_size": len(tokenizer) - first + 3, "gen_mlp_start": 2, "gen_mlp_stop": 4, **changed,
     })  # fmt: skip
     return randomize(MammothModa2ForCausalLM(MammothModa2Config(**config)), seed, 0.8), tokenizer
+
+
+def make_ibq(codes: int = 24, seed: int = 0) -> Any:
+    """The decoder of an IBQ image tokenizer, of 2 x 2 pixels a token, with attention at its coarsest level."""
+    from vargen.models.tokenizers.ibq import IBQDecoder
+
+    return randomize(IBQDecoder(codes, 8, 16, [32, 64], 1), seed, 0.1)

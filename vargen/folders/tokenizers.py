@@ -31,6 +31,7 @@ from vargen.folders.json_files import (
     read_object,
     whole,
 )
+from vargen.folders.tiktoken_files import TIKTOKEN_FILE, read_tiktoken
 from vargen.values import NumberRange, one_line, short_repr
 
 # Files with the vocabulary of a tokenizer, any one of which suffices; the others by class name.
@@ -57,7 +58,7 @@ _PARTS = {
     "model": "BPE Unigram WordLevel WordPiece",
 }
 _ID = whole(0, 2**21)  # vocabularies have at most a few hundred thousand tokens
-_MAX_ADDED, _MAX_ADDED_TEXT = 2**17, 1000  # added tokens, and characters of one
+_MAX_ADDED, _MAX_ADDED_TEXT = 2**18, 1000  # added tokens, and characters of one
 _MAX_GROWTH = 64  # characters of the normalized text per character of the prompt, and tokens that a template adds
 _MAX_PATTERN = 10_000  # characters of a regular expression
 _PADDING = whole(0, 2**16)  # tokens
@@ -100,17 +101,20 @@ class TokenizerFolder:
     def __init__(self, folder: Path, class_name: str):
         self.folder, self.class_name = folder, class_name
         names = (_TOKENIZER_FILE, *_VOCABULARY_FILES.get(class_name.removesuffix("Fast"), ()))
-        if not any((folder / name).is_file() for name in names):
+        self._files: dict[str, Path | dict[str, Any]] = {}  # with the vocabulary, JSON as it was read
+        is_tiktoken = class_name == "PreTrainedTokenizerFast" and not (folder / _TOKENIZER_FILE).is_file()
+        if is_tiktoken := is_tiktoken and (folder / TIKTOKEN_FILE).is_file():
+            self._files[_TOKENIZER_FILE], names = read_tiktoken(folder), ()
+        elif not any((folder / name).is_file() for name in names):
             others = "".join(f", and so is {name}" for name in names[1:])
             raise ValueError(f"{folder / names[0]} is missing{others}; {INCOMPLETE}")
-        self._files: dict[str, Path | dict[str, Any]] = {}  # with the vocabulary, JSON as it was read
         for name in [name for name in names if (folder / name).is_file()]:
             for file in (folder / each for each in (name, *_MORE_FILES.get(name, ()))):
                 self._files[file.name] = read_object(file) if file.suffix == ".json" else file
                 if file.suffix != ".json" and not read_data(file, _MAX_BYTES).strip():
                     raise ValueError(f"{file} is empty and must hold a vocabulary; {INCOMPLETE}")
         if (content := self._files.get(_TOKENIZER_FILE)) is not None:
-            _validate_parts(content, folder / _TOKENIZER_FILE)
+            _validate_parts(content, folder / (TIKTOKEN_FILE if is_tiktoken else _TOKENIZER_FILE))
         self._settings = _read_settings(folder)
 
     def load(self) -> Any:

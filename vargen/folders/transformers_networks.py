@@ -62,6 +62,7 @@ class NetworkKind:
         layers: by key of a number of layers, what stands before the number of a layer in names of stored tensors.
         own: returns the class where it is ours, over a configuration of transformers with numbers `more`.
         flatten: returns the configuration of the network from that of a file which describes other networks, too.
+        defaults: settings that a folder may leave out, where those of the class are others.
     """
 
     class_name: str
@@ -73,6 +74,7 @@ class NetworkKind:
     own: Callable[[], Any] | None = None
     more: Sequence[str] = ()
     flatten: Callable[[dict[str, Any], Path], dict[str, Any]] | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 class StoredNetwork:
@@ -113,6 +115,7 @@ class StoredNetwork:
         self.is_quantized = bool(values.get("quantization_config"))
         self._ignored = re.compile("|".join([_COMPUTED, *kind.ignored, *[_SCALES] * self.is_quantized]))
         picked = pick_config(self.network_class.config_class, values, kind.parts or {}, file, len(self.files))
+        picked = {**kind.defaults, **picked}
         for name in kind.more:
             expect(_COUNT.fits(values.get(name)), name, values.get(name), file, _COUNT.allowed)
             picked[name] = values[name]

@@ -11,7 +11,7 @@ Shape suffixes: B batch, C channels, Y/X pixel rows and columns, R/G grid rows a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -156,9 +156,12 @@ class VQEncoder(nn.Module):
 
 
 class VQDecoder(nn.Module):
-    """Mirror of the encoder, with one more residual block per level."""
+    """Mirror of the encoder, with one more residual block per level, and attention in levels by number, the coarsest first."""
 
-    def __init__(self, out_channels: int, widths: Sequence[int], blocks: int, z_channels: int, naming: VQParameterNames):
+    def __init__(
+        self, out_channels: int, widths: Sequence[int], blocks: int, z_channels: int, naming: VQParameterNames,
+        attention: Container[int] = (0,),
+    ):  # fmt: skip
         super().__init__()
         self.naming = naming
         widths = widths[::-1]
@@ -166,7 +169,7 @@ class VQDecoder(nn.Module):
         self.mid = make_mid_block(widths[0], naming)
         levels = []
         for i, width in enumerate(widths):
-            level = VQLevel(widths[max(i - 1, 0)], width, blocks + 1, attention=i == 0, naming=naming)
+            level = VQLevel(widths[max(i - 1, 0)], width, blocks + 1, attention=i in attention, naming=naming)
             if i != len(widths) - 1:
                 level.upsample = Upsample2D(width, use_conv=True)
             levels.append(level)

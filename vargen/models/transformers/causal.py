@@ -16,8 +16,14 @@ from vargen.models.transformers.base import ImageLanguageModel, PromptRows, pad_
 from vargen.values import short_repr
 
 # By class of transformers, what a folder holds; and the names that official folders give to such a class.
-NETWORKS = {name: NetworkKind(name, kind) for name, kind in (("GemmaForCausalLM", "gemma"), ("Qwen2ForCausalLM", "qwen2"))}
-OTHER_NAMES = {"SimpARForCausalLM": "Qwen2ForCausalLM", "Mammothmoda2Model": "MammothModa2ForCausalLM"}
+NETWORKS = {
+    name: NetworkKind(name, kind)
+    for name, kind in (("GemmaForCausalLM", "gemma"), ("Qwen2ForCausalLM", "qwen2"), ("Qwen3ForCausalLM", "qwen3"))
+}
+OTHER_NAMES = {
+    "SimpARForCausalLM": "Qwen2ForCausalLM", "Emu3ForCausalLM": "Qwen3ForCausalLM",
+    "Mammothmoda2Model": "MammothModa2ForCausalLM",
+}  # fmt: skip
 
 
 class CausalLanguageModel(ImageLanguageModel):
@@ -43,7 +49,7 @@ class CausalLanguageModel(ImageLanguageModel):
     processor_name = "PreTrainedTokenizerFast"
     tokenizer_names, image_processor_name = ("PreTrainedTokenizerFast",), ""
     has_pixels = False
-    options = ("size",)
+    options: tuple[str, ...] = ("size",)
     name = ""
     marks: tuple[str, ...] = ()
     codes = 0

@@ -20,6 +20,7 @@ from vargen.folders.transformers_networks import NetworkKind
 from vargen.models.storage import read_weight
 from vargen.models.transformers.base import ImageLanguageModel, PromptRows, pad_prompts, tokenize, validate_size
 from vargen.models.transformers.causal import NETWORKS, CausalLanguageModel, Liquid, SimpleAR, Tar
+from vargen.models.transformers.emu3_5 import Emu35
 from vargen.models.transformers.own_networks import MammothModa2, XOmni
 from vargen.values import short_repr
 from vargen.weight_files import weights_digest
@@ -278,7 +279,7 @@ class GLMImage(ImageLanguageModel):
 MODELS: dict[str, type[ImageLanguageModel]] = {
     each.class_name: each for each in (Janus, Emu3, GLMImage, Chameleon, XOmni, MammothModa2)
 }
-IMAGE_MODELS: tuple[type[CausalLanguageModel], ...] = (Liquid, SimpleAR, Tar, XOmni, MammothModa2)
+IMAGE_MODELS: tuple[type[CausalLanguageModel], ...] = (Liquid, SimpleAR, Tar, Emu35, XOmni, MammothModa2)
 
 
 def validate_release(language_model: type[ImageLanguageModel]) -> None:
