@@ -125,6 +125,8 @@ def test_drafts_are_calls_of_the_drafter(pipe: Any) -> None:
         add_noise_to_image_latents=False, add_noise_to_video_latents=False,
     ).frames[:, :, -3:]  # fmt: skip
     assert torch.equal(blocks[2], expected)
+    numbers = [int(torch.randint(2**60, (), generator=draft_noise(seed)(block))) for seed in (1, 1, 2) for block in (0, 1)]
+    assert numbers[:2] == numbers[2:4] and len(set(numbers)) == 4, "of the seed and the block"
 
 
 def test_sdvg_is_the_drafts_or_the_target(pipe: Any) -> None:
