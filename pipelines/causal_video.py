@@ -34,7 +34,14 @@ from vargen.pipelines.prompts import NormalizedPrompt, encode_tokens
 from vargen.pipelines.seeds import resolve_seeds
 from vargen.pipelines.start_images import encode_start_image, open_image_pipe
 from vargen.pipelines.video_settings import LATENT_SIZES, LORA_SIZE, VAE_SETTINGS, VideoSettings, validate_geometry
-from vargen.pipelines.videos import CausalVideoPipelineOutput, drafter_digest, save_video, stack_videos
+from vargen.pipelines.videos import (
+    CausalVideoPipelineOutput,
+    collect_blocks,
+    drafter_digest,
+    save_video,
+    stack_videos,
+    to_frame_scorer,
+)
 from vargen.scoring import DEFAULT_SCORER, open_scorer
 from vargen.scoring.frames import FrameScorer
 from vargen.specs import parse_spec
@@ -250,13 +257,9 @@ class CausalVideoPipeline(VisualPipeline):
             ]
             with self.progress_bar(total=sum(stream.blocks for stream in streams)) as bar:
                 for stream in streams:
-                    videos.append([])
                     if call.interrupted:
                         stream.cancel()
-                    for block in stream:
-                        bar.update(1)
-                        kept = block.latents if output_type == "latent" else block.frames
-                        videos[-1].append(kept.mul(255).round().byte().cpu() if output_type == "pil" else kept)
+                    videos.append(collect_blocks(stream, output_type, bar.update))
         self.maybe_free_model_hooks()
         stats = [stream.stats for stream in streams]
         frames = stack_videos(videos, output_type)
@@ -340,11 +343,9 @@ class CausalVideoPipeline(VisualPipeline):
                 `bind(prompt)` returns a function of a `BlockView`, such as a `FrameScorer`. None: the packaged scorer. Image
                 scorers get the checkpoint's `scored_frames` of each block.
         """
-        frames = self.settings.scored_frames
         if scorer is None or isinstance(scorer, str):
-            return FrameScorer(self.open_once(open_scorer, scorer or DEFAULT_SCORER), frames=frames)
-        bound = hasattr(scorer, "bind") and not isinstance(scorer, type)
-        return scorer if bound else FrameScorer(scorer, frames=frames)
+            scorer = FrameScorer(self.open_once(open_scorer, scorer or DEFAULT_SCORER), frames=self.settings.scored_frames)
+        return to_frame_scorer(scorer, self.settings.scored_frames)
 
     def named_image_pipe(self, name: str) -> Any:
         """Return the pipeline of a packaged image model, or of one in a folder, opened on first use."""

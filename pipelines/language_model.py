@@ -365,8 +365,3 @@ def _read_heads(target: TransformersTokenModel, *names: Any) -> dict[str, Networ
             if own is not None and (value := stored.config.get(setting, own)) != own:
                 raise ValueError(f"{stored.folder} was trained for another model: {setting} is {value}, not {own}")
     return found
-
-
-def accelerate(model: Any, processor: Any, draft_model: Any = None, **options: Any) -> LanguageModelPipeline:
-    """Return a pipeline for an image language model of transformers; see `LanguageModelPipeline`."""
-    return LanguageModelPipeline(model, processor, draft_model, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vargen.files import atomic_file, expand_user
 from vargen.mp4 import Mp4Writer, import_av
+from vargen.scoring.frames import FrameScorer
 from vargen.values import NumberRange, short_repr
 from vargen.weight_files import weights_digest
 
@@ -113,6 +114,22 @@ def stack_videos(videos: list[list[Tensor]], output_type: str) -> Any:
         return torch.stack(whole) if alike else whole
     arrays = [(video.permute(0, 2, 3, 1) if video.ndim == 4 else video).cpu().numpy() for video in whole]
     return np.stack(arrays) if alike else arrays
+
+
+def collect_blocks(stream: Any, output_type: str, after_block: Callable[[], object] = lambda: None) -> list[Tensor]:
+    """Generate the blocks of a stream, and return frames or latents of each as `stack_videos` takes them."""
+    parts = []
+    for block in stream:
+        after_block()
+        kept = block.latents if output_type == "latent" else block.frames
+        parts.append(kept.mul(255).round().byte().cpu() if output_type == "pil" else kept)
+    return parts
+
+
+def to_frame_scorer(scorer: Any, frames: int | None = None) -> Any:
+    """Return a scorer of blocks: an object with `bind` as it is, a scorer of images as a `FrameScorer` of `frames` a block."""
+    bound = hasattr(scorer, "bind") and not isinstance(scorer, type)
+    return scorer if bound else FrameScorer(scorer, frames=frames)
 
 
 def drafter_digest(pipe: Any, exit_step: int) -> str:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
     from vargen.models.tokenizers.vq import VQModel
     from vargen.models.var.network import VARTransformer
+    from vargen.pipelines.accelerate import accelerate
     from vargen.pipelines.causal_video import CausalVideoPipeline
     from vargen.pipelines.infinity import InfinityPipeline
-    from vargen.pipelines.language_model import accelerate
     from vargen.pipelines.llamagen import LlamaGenPipeline
     from vargen.pipelines.loading import open_pipeline
     from vargen.pipelines.var import VARPipeline
@@ -60,7 +60,7 @@ _HOMES = {
     "VARPipeline": "vargen.pipelines.var",
     "VARTransformer": "vargen.models.var.network",
     "VQModel": "vargen.models.tokenizers.vq",
-    "accelerate": "vargen.pipelines.language_model",
+    "accelerate": "vargen.pipelines.accelerate",
     "disable": "vargen.in_place.enabling",
     "enable": "vargen.in_place.enabling",
     "open_pipeline": "vargen.pipelines.loading",

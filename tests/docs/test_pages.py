@@ -14,7 +14,9 @@ import pytest
 import torch
 import typer
 from markdown import anchors, blocks, commands, links, pages, prose
+from tiny_families import brightness
 from tiny_glm_pipeline import make_glm_pipeline
+from tiny_helios import SIZE, make_base, make_distilled
 from tiny_language_models import has_release, make_janus, needs_janus
 from typer.testing import CliRunner
 
@@ -206,8 +208,18 @@ def test_language_models_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     folder = tmp_path / "janus"
     for part in make_janus():
         part.save_pretrained(folder)
-    scope = run_page("models", {"deepseek-community/Janus-Pro-1B": folder}, tmp_path, monkeypatch)
+    scope = run_page("models", {"deepseek-community/Janus-Pro-1B": folder}, tmp_path, monkeypatch, about="Janus")
     assert scope["result"].stats.accelerator == "gumbel"
+
+
+def test_helios_runs(tmp_path: Path) -> None:
+    """The page's block on tiny pipelines of diffusers, with a scorer that needs no weights."""
+    pytest.importorskip("ftfy")
+    code = next(block.code for block in blocks(ROOT / "docs/models.md", "python") if "distilled" in block.code)
+    code = code.replace("num_frames=132", "num_frames=10, **small").replace('"image-reward"', "scorer")
+    scope = {"vargen": vargen, "base": make_base(tmp_path), "distilled": make_distilled(), "prompt": "a cat"}
+    exec(compile(code, "models.md", "exec"), scope | {"scorer": brightness, "small": {**SIZE, "num_inference_steps": 1}}, scope)
+    assert scope["result"].stats.accelerator == "sdvg" and len(scope["result"].frames[0]) == 17
 
 
 @needs_janus
@@ -232,12 +244,14 @@ def test_enabling_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         assert scope["image"].size == (64, 64) and vargen.summary(scope["pipe"]).calls == 1
 
 
-def run_page(name: str, folders: dict[str, Path], place: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run the Python blocks of a page one after the other, with models of `folders` for those that it names."""
+def run_page(
+    name: str, folders: dict[str, Path], place: Path, monkeypatch: pytest.MonkeyPatch, about: str = ""
+) -> dict[str, Any]:
+    """Run the Python blocks of a page that contain `about` in turn, with models of `folders` for those that it names."""
     monkeypatch.chdir(place)
     scope: dict[str, Any] = {}
     for block in blocks(ROOT / f"docs/{name}.md", "python"):
-        code = block.code
+        code = block.code if about in block.code else ""
         for model, folder in folders.items():
             code = code.replace(f'"{model}"', repr(str(folder)))
         exec(compile(code, block.page, "exec"), scope)

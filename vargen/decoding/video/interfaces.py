@@ -23,21 +23,23 @@ class BlockModel:
 
     Attributes:
         block_shape: `(F, C, Y, X)` of the latents of a block.
-        levels: noise level of each step, decreasing from 1.
+        levels: noise level of each step, decreasing from 1; none if the model has its own loop over the steps of a block.
         resamples_noise: whether noise is added to the estimate of a step for the next one (distilled models); otherwise the
             sampler follows the velocity.
         draft_model: a smaller model with the same latents; None if there is none.
         shares_cache: whether `draft_model` is the same network with other steps, and one cache serves both.
         cost_key: as in `TokenModel`.
+        generator_class: a subclass of `BlockGenerator` for models with a loop of their own; None: that class.
     """
 
     block_shape: tuple[int, int, int, int]
-    levels: tuple[float, ...]
+    levels: tuple[float, ...] = ()
     device: torch.device
     resamples_noise: bool = True
     draft_model: BlockModel | None = None
     shares_cache: bool = False
     cost_key: Hashable = None
+    generator_class: Any = None
 
     def start(self, condition: Any, frames: int) -> Any:
         """Return the empty state of one video of at most `frames` latent frames. Runs only the work done once per prompt."""

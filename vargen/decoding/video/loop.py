@@ -216,10 +216,12 @@ class BlockStream(Iterator[VideoBlock]):
         """Start the models; return the given latents, each with its frames."""
         model, draft = self.model, self.model.draft_model
         frames = self.blocks * model.block_shape[0] + sum(latents.shape[1] for latents in self.given)
-        start = partial(BlockGenerator, condition=self.condition, frames=frames, on_pass=self._after_pass)
-        self.generators["target"] = target = start(model, lazy=self.method.lazy)
+        options: dict[str, Any] = {"condition": self.condition, "frames": frames, "on_pass": self._after_pass}
+        target = (model.generator_class or BlockGenerator)(model, lazy=self.method.lazy, **options)
+        self.generators["target"] = target
         if draft is not None and self.method.needs_draft_model:
-            self.generators["draft"] = start(draft, shared=target if model.shares_cache else None)
+            shared = target if model.shares_cache else None
+            self.generators["draft"] = (draft.generator_class or BlockGenerator)(draft, shared=shared, **options)
         parts = []
         for latents in (each.to(model.device, torch.float32) for each in self.given):
             self._add_finished(latents)

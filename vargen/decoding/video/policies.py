@@ -170,6 +170,8 @@ class VideoMethod(Method):
                 f"the drafter's blocks have latents {list(draft.block_shape)}, the target's {list(model.block_shape)} "
                 "[F, C, Y, X]: latents cross between them, so they must be equal"
             )
+        if self.exit_step and not model.levels:
+            raise ValueError(f"accelerator {self.name!r} leaves the steps of a block early, and this model runs them itself")
         if self.exit_step and self.exit_step >= len(model.levels):
             raise ValueError(f"exit_step must be below the target's {len(model.levels)} steps, got {self.exit_step}")
         if self.policy.needs_scores and not has_scorer:
