@@ -11,12 +11,18 @@ from typing import Any
 
 import pytest
 
-from vargen.folders.tiktoken_files import TIKTOKEN_FILE, VISION_FILE, read_tiktoken
+from vargen.folders.tiktoken_files import find_tiktoken, read_tiktoken
 from vargen.folders.tokenizers import TokenizerFolder, load_tokenizer
 
 regex = pytest.importorskip("regex")
 PATTERN = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+TIKTOKEN_FILE, VISION_FILE = "emu3.tiktoken", "emu3_vision_tokens.txt"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>" for number in range(205))]
+# Ids of the released MammothModa2, after a vocabulary of 151,643 tokens.
+MAMMOTH = {"<|im_end|>": 151645, "<|object_ref_start|>": 151646, "<|vision_start|>": 151652, "<|vision_end|>": 151653,
+           "<|image_pad|>": 151655, "<|video_pad|>": 151656, "<tool_call>": 151657, "<|fim_pad|>": 151662,
+           "<|file_sep|>": 151664, "<|extra_0|>": 151665, "<|extra_margin_0|>": 151846, "<|extra_margin_217|>": 152063,
+           "<|endofline|>": 152064, "<|beginoftext|>": 152068, "<|image end|>": 152071, "<|visual token 000000|>": 152072}  # fmt: skip
 VISION = ["<|image token|>", "<|image start|>", "<|image end|>", "<|visual token 000000|>", "<|visual token 000001|>"]
 TEXTS = [
     "A red apple's 64*64 ünïcödé é", "  tabs\t and\n\n lines \r\n", "你好, 世界!! 12345", "aaaa aaaaaaa abababab", "",
@@ -44,11 +50,11 @@ def make_ranks(merges: int = 150) -> list[bytes]:
     return [*tokens, b"qzx"]  # which no merges make
 
 
-def write_files(folder: Path, tokens: list[bytes], vision: list[str] = VISION) -> Path:
+def write_files(folder: Path, tokens: list[bytes], vision: list[str] = VISION, file: str = TIKTOKEN_FILE) -> Path:
     folder.mkdir(exist_ok=True)
     lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
-    (folder / TIKTOKEN_FILE).write_text("".join(lines))
-    (folder / VISION_FILE).write_text("\n".join([*vision, ""]))
+    (folder / file).write_text("".join(lines))
+    (folder / file.replace(".tiktoken", "_vision_tokens.txt")).write_text("\n".join([*vision, ""]))
     return folder
 
 
@@ -89,6 +95,16 @@ def test_ids_are_the_official_ones(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer("the red apple é")["input_ids"]) == "the red apple é"
 
 
+def test_ids_of_mammothmoda2_are_the_released_ones(tmp_path: Path) -> None:
+    tokens = make_ranks(10)
+    order = ["<|image token|>", "<|image start|>", "<|image end|>", *VISION[3:]]
+    folder = write_files(tmp_path, tokens, order, "mammothu.tiktoken")
+    tokenizer = load_tokenizer(folder, "PreTrainedTokenizerFast")
+    found = {name: tokenizer.convert_tokens_to_ids(name) - len(tokens) + 151_643 for name in MAMMOTH}
+    assert found == MAMMOTH
+    assert find_tiktoken(folder) == folder / "mammothu.tiktoken" and find_tiktoken(tmp_path / "other") is None
+
+
 def test_it_is_saved_as_the_tokenizer_json_that_opens_first(tmp_path: Path) -> None:
     tokens = make_ranks(40)
     tokenizer = load_tokenizer(write_files(tmp_path, tokens), "PreTrainedTokenizerFast")
@@ -123,7 +139,7 @@ def test_damaged_files_are_refused(change: Any, message: str, tmp_path: Path) ->
 def test_special_tokens_must_be_there_once(tmp_path: Path) -> None:
     for vision in ([], ["<|a|>", "<|a|>"], ["<|extra_3|>"]):
         with pytest.raises(ValueError, match=f"{VISION_FILE} must have a special token in each line, none of them twice"):
-            read_tiktoken(write_files(tmp_path, make_ranks(0), vision))
+            read_tiktoken(write_files(tmp_path, make_ranks(0), vision) / TIKTOKEN_FILE)
     (tmp_path / VISION_FILE).unlink()
     with pytest.raises(ValueError, match=f"{VISION_FILE} is missing"):
-        read_tiktoken(tmp_path)
+        read_tiktoken(tmp_path / TIKTOKEN_FILE)

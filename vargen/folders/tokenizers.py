@@ -31,7 +31,7 @@ from vargen.folders.json_files import (
     read_object,
     whole,
 )
-from vargen.folders.tiktoken_files import TIKTOKEN_FILE, read_tiktoken
+from vargen.folders.tiktoken_files import find_tiktoken, read_tiktoken
 from vargen.values import NumberRange, one_line, short_repr
 
 # Files with the vocabulary of a tokenizer, any one of which suffices; the others by class name.
@@ -102,9 +102,9 @@ class TokenizerFolder:
         self.folder, self.class_name = folder, class_name
         names = (_TOKENIZER_FILE, *_VOCABULARY_FILES.get(class_name.removesuffix("Fast"), ()))
         self._files: dict[str, Path | dict[str, Any]] = {}  # with the vocabulary, JSON as it was read
-        is_tiktoken = class_name == "PreTrainedTokenizerFast" and not (folder / _TOKENIZER_FILE).is_file()
-        if is_tiktoken := is_tiktoken and (folder / TIKTOKEN_FILE).is_file():
-            self._files[_TOKENIZER_FILE], names = read_tiktoken(folder), ()
+        file = folder / _TOKENIZER_FILE
+        if class_name == "PreTrainedTokenizerFast" and not file.is_file() and (tiktoken := find_tiktoken(folder)) is not None:
+            self._files[_TOKENIZER_FILE], names, file = read_tiktoken(tiktoken), (), tiktoken
         elif not any((folder / name).is_file() for name in names):
             others = "".join(f", and so is {name}" for name in names[1:])
             raise ValueError(f"{folder / names[0]} is missing{others}; {INCOMPLETE}")
@@ -114,7 +114,7 @@ class TokenizerFolder:
                 if file.suffix != ".json" and not read_data(file, _MAX_BYTES).strip():
                     raise ValueError(f"{file} is empty and must hold a vocabulary; {INCOMPLETE}")
         if (content := self._files.get(_TOKENIZER_FILE)) is not None:
-            _validate_parts(content, folder / (TIKTOKEN_FILE if is_tiktoken else _TOKENIZER_FILE))
+            _validate_parts(content, file)
         self._settings = _read_settings(folder)
 
     def load(self) -> Any:
