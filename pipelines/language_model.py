@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vargen.compat import report_panics, without_autocast
+from vargen.convert.vqgan import OfficialVQGAN
 from vargen.device import select_device
 from vargen.files import atomic_merge, expand_user
 from vargen.folders.json_files import read_config
@@ -22,7 +23,7 @@ from vargen.folders.tokenizers import load_tokenizer
 from vargen.folders.transformers_networks import StoredNetwork
 from vargen.models.guidance import Guidance, to_guidance
 from vargen.models.storage import find_device, load_network, require_weights
-from vargen.models.tokenizers.ibq import StoredIBQ
+from vargen.models.tokenizers.vqgan import StoredVQGAN
 from vargen.models.transformers.base import ImageLanguageModel, validate_network
 from vargen.models.transformers.causal import NETWORKS, OTHER_NAMES, CausalLanguageModel
 from vargen.models.transformers.decoding import TransformersTokenModel
@@ -52,7 +53,7 @@ class LanguageModelPipeline(NextTokenPipeline):
         negative_format: see `Emu3`, the only model that has one.
         quantization: `"int8"` runs the layers and the image head on a CPU with 8-bit integer products; see
             `vargen.models.transformers.int8`.
-        vision_tokenizer: an `IBQDecoder` that makes images of the tokens of Emu3.5.
+        vision_tokenizer: a `VQGANDecoder` that makes images of the tokens of Chameleon, Liquid or Emu3.5.
 
     Unknown classes, a processor of another model, and models or draft models that do not fit are refused.
     """
@@ -113,7 +114,8 @@ class LanguageModelPipeline(NextTokenPipeline):
             device: where the models run; `"auto"` selects a GPU if there is one. Default: the CPU.
             size, negative_format: as of the class.
             quantization: as of the class; layers are quantized one after the other while they are read.
-            vision_tokenizer: folder or id of Emu3.5's image tokenizer. Default: the model's subfolder of this name, if any.
+            vision_tokenizer: image tokenizer of Chameleon, Liquid or Emu3.5: a folder, an id, or a file such as `vqgan.ckpt`.
+                Default: the model's subfolder of this name, if any.
             **options: of transformers, for the model: `device_map`, `max_memory`, `offload_folder`, `quantization_config`,
                 `attn_implementation`; `cache_dir`, `force_download`, `local_files_only`, `token` and `revision` of the hub.
 
@@ -320,11 +322,13 @@ def _read_folder(
 
 def _read_vision_tokenizer(
     described: ImageLanguageModel, folder: Path, given: str | Path | None, fetching: dict[str, Any]
-) -> StoredIBQ | None:
+) -> StoredVQGAN | OfficialVQGAN | None:
     """Check the given image tokenizer, or else that in a model's folder, if the model takes one."""
-    if given is None and not (_VISION in described.options and (folder / _VISION).is_dir()):
-        return None
-    return StoredIBQ(folder / _VISION if given is None else locate_folder(given, fetching))
+    if given is None:
+        own = folder / _VISION
+        return StoredVQGAN(own) if _VISION in described.options and own.is_dir() else None
+    file = expand_user(given, _VISION)
+    return OfficialVQGAN(file) if file.is_file() else StoredVQGAN(locate_folder(given, fetching))
 
 
 def _load_int8(stored: StoredNetwork, described: ImageLanguageModel, dtype: torch.dtype, options: dict[str, Any]) -> Any:

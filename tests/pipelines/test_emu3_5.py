@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from official_vqgan import official_pixels
 from safetensors.torch import load_file, save_file
 from summed_model import SummedModel
-from tiny_language_models import make_causal, make_ibq, needs_janus
+from tiny_language_models import make_causal, make_vqgan, needs_janus
 from torch import Tensor
 
 import vargen
@@ -38,7 +39,7 @@ GREEDY = {"temperature": 0, "output_type": "latent"}
 @pytest.fixture(scope="module")
 def pipe() -> Any:
     model, tokenizer = make_causal("emu3.5", max_position_embeddings=5120)  # room for an image of the published size
-    return vargen.accelerate(model, tokenizer, size=SIZE, vision_tokenizer=make_ibq())
+    return vargen.accelerate(model, tokenizer, size=SIZE, vision_tokenizer=make_vqgan())
 
 
 # -- the official program -------------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ def test_defaults_and_prompts_are_the_official_ones(pipe: Any) -> None:
 def equipped(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """With all that a method may need: a draft model, draft heads, and a codebook."""
     (model, tokenizer), (small, _) = (make_causal("emu3.5", num_hidden_layers=layers) for layers in (3, 1))
-    pipe = vargen.accelerate(model, tokenizer, small, size=SIZE, vision_tokenizer=make_ibq())
+    pipe = vargen.accelerate(model, tokenizer, small, size=SIZE, vision_tokenizer=make_vqgan())
     for cls in (EagleDrafter, MedusaDrafter):
         folder, settings = tmp_path_factory.mktemp("head"), make_teacher(pipe).settings
         cls(**{each: settings[each] for each in cls.target_settings}).save_pretrained(folder)
@@ -185,39 +186,6 @@ def test_passes_sum_to_the_model_s_distribution() -> None:
 
 
 # -- pixels ---------------------------------------------------------------------------------------------------------------
-
-
-def official_pixels(network: Any, codes: Tensor) -> Tensor:
-    """Pixels of codes `[B, R, G]` by the formulas of the official decoder, from the weights by their official names."""
-    weights = network.state_dict()
-
-    def conv(x: Tensor, name: str, padding: int = 1) -> Tensor:
-        return F.conv2d(x, weights[f"{name}.weight"], weights[f"{name}.bias"], padding=padding)
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.group_norm(x, 32, weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-6)
-
-    def block(x: Tensor, name: str) -> Tensor:
-        h = conv(F.silu(norm(x, f"{name}.norm1")), f"{name}.conv1")
-        h = conv(F.silu(norm(h, f"{name}.norm2")), f"{name}.conv2")
-        return h + (conv(x, f"{name}.nin_shortcut", 0) if f"{name}.nin_shortcut.weight" in weights else x)
-
-    def attend(x: Tensor, name: str) -> Tensor:
-        q, k, v = (conv(norm(x, f"{name}.norm"), f"{name}.{each}", 0).flatten(2) for each in "qkv")
-        scores = (q.transpose(1, 2) @ k / math.sqrt(x.shape[1])).softmax(-1)
-        return x + conv((v @ scores.transpose(1, 2)).view(x.shape), f"{name}.proj_out", 0)
-
-    x = conv(weights["quantize.embedding.weight"][codes].permute(0, 3, 1, 2), "post_quant_conv", 0)
-    x = conv(x, "decoder.conv_in")
-    x = block(attend(block(x, "decoder.mid.block_1"), "decoder.mid.attn_1"), "decoder.mid.block_2")
-    for level in (1, 0):
-        for number in range(2):
-            x = block(x, f"decoder.up.{level}.block.{number}")
-            if f"decoder.up.{level}.attn.{number}.q.weight" in weights:
-                x = attend(x, f"decoder.up.{level}.attn.{number}")
-        if level:
-            x = conv(F.interpolate(x, scale_factor=2.0, mode="nearest"), f"decoder.up.{level}.upsample.conv")
-    return conv(F.silu(norm(x, "decoder.norm_out")), "decoder.conv_out")
 
 
 def test_pixels_are_those_of_the_official_decoder(pipe: Any) -> None:
@@ -274,7 +242,7 @@ def test_an_image_tokenizer_that_does_not_fit_is_refused(pipe: Any, tmp_path: Pa
     place = tmp_path / "other"
 
     def refuse(match: str, error: Any = ValueError, **changed: Tensor) -> None:
-        made = {name: value for name, value in {**make_ibq().state_dict(), **changed}.items() if value.numel()}
+        made = {name: value for name, value in {**make_vqgan().state_dict(), **changed}.items() if value.numel()}
         place.mkdir(exist_ok=True)
         save_file(made, place / "model.safetensors")
         with pytest.raises(error, match=match):
@@ -284,12 +252,12 @@ def test_an_image_tokenizer_that_does_not_fit_is_refused(pipe: Any, tmp_path: Pa
     refuse("24 codes .* got 25", **{"quantize.embedding.weight": torch.ones(25, 8)})
     refuse(r"unexpected: 1 \(decoder\.up\.0\.attn\.3\.q\.bias", **{"decoder.up.0.attn.3.q.bias": torch.ones(32)})
     refuse("missing: 1 .decoder.conv_out.bias", **{"decoder.conv_out.bias": none})
-    refuse(r"IBQ image tokenizer: .*post_quant_conv\.weight is \[16, 8\]", **{"post_quant_conv.weight": torch.ones(16, 8)})
-    refuse("IBQ image tokenizer: .*quantize.embedding.weight", **{"quantize.embedding.weight": none})
+    refuse(r"VQGAN image tokenizer: .*post_quant_conv\.weight is \[16, 8\]", **{"post_quant_conv.weight": torch.ones(16, 8)})
+    refuse("VQGAN image tokenizer: .*quantize.embedding.weight", **{"quantize.embedding.weight": none})
     refuse("has 34 parts", **{f"decoder.up.{level}.x": torch.ones(1) for level in range(2, 34)})
     refuse("is I64", **{"decoder.conv_out.bias": torch.ones(3, dtype=torch.int64)})
     with pytest.raises(TypeError, match="vision_tokenizer must be None for a Qwen2ForCausalLM"):
-        vargen.accelerate(*make_causal("simplear"), size=(4, 4), vision_tokenizer=make_ibq())
+        vargen.accelerate(*make_causal("simplear"), size=(4, 4), vision_tokenizer=make_vqgan())
 
 
 def test_what_emu3_5_cannot_do_is_refused(pipe: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_language_models import has_release, make_causal, make_chameleon, make_emu3, make_glm, make_ibq, make_janus
+from tiny_language_models import has_release, make_causal, make_chameleon, make_emu3, make_glm, make_janus, make_vqgan
 from tiny_models import class_pipeline, class_var_pipeline, infinity_pipeline
 
 import vargen
@@ -41,7 +41,7 @@ MODELS = {
         partial(language_model, make_janus),
         partial(language_model, make_chameleon),
         partial(language_model, make_emu3, size=(4, 5)),
-        partial(language_model, partial(make_causal, "emu3.5"), size=(3, 4), vision_tokenizer=make_ibq()),
+        partial(language_model, partial(make_causal, "emu3.5"), size=(3, 4), vision_tokenizer=make_vqgan()),
     ),
     "GLM-Image": (partial(language_model, make_glm, size=(2, 3)),),
     "Liquid, SimpleAR, Tar": tuple(

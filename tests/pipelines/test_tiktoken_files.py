@@ -22,7 +22,8 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{number}|>
 MAMMOTH = {"<|im_end|>": 151645, "<|object_ref_start|>": 151646, "<|vision_start|>": 151652, "<|vision_end|>": 151653,
            "<|image_pad|>": 151655, "<|video_pad|>": 151656, "<tool_call>": 151657, "<|fim_pad|>": 151662,
            "<|file_sep|>": 151664, "<|extra_0|>": 151665, "<|extra_margin_0|>": 151846, "<|extra_margin_217|>": 152063,
-           "<|endofline|>": 152064, "<|beginoftext|>": 152068, "<|image end|>": 152071, "<|visual token 000000|>": 152072}  # fmt: skip
+           "<|endofline|>": 152064, "<|beginoftext|>": 152068, "<|image end|>": 152071,
+           "<|visual token 000000|>": 152072}  # fmt: skip
 VISION = ["<|image token|>", "<|image start|>", "<|image end|>", "<|visual token 000000|>", "<|visual token 000001|>"]
 TEXTS = [
     "A red apple's 64*64 ünïcödé é", "  tabs\t and\n\n lines \r\n", "你好, 世界!! 12345", "aaaa aaaaaaa abababab", "",

@@ -211,8 +211,8 @@ def make_mammoth_moda2(codes: int = 24, seed: int = 0, **changed: Any) -> tuple[
     return randomize(MammothModa2ForCausalLM(MammothModa2Config(**config)), seed, 0.8), tokenizer
 
 
-def make_ibq(codes: int = 24, seed: int = 0) -> Any:
-    """The decoder of an IBQ image tokenizer, of 2 x 2 pixels a token, with attention at its coarsest level."""
-    from vargen.models.tokenizers.ibq import IBQDecoder
+def make_vqgan(codes: int = 24, seed: int = 0, **changed: Any) -> Any:
+    """The decoder of a VQGAN image tokenizer, of 2 x 2 pixels a token, with attention at its coarsest level."""
+    from vargen.models.tokenizers.vqgan import VQGANDecoder
 
-    return randomize(IBQDecoder(codes, 8, 16, [32, 64], 1), seed, 0.1)
+    return randomize(VQGANDecoder(codes, 8, 16, [32, 64], 1, **changed), seed, 0.1)

@@ -92,6 +92,7 @@ class ImageLanguageModel:
         has_pixels: whether it decodes its tokens to images itself.
         has_generate: whether `generate` of its class samples image tokens.
         options: names of further arguments of the constructor.
+        vision_tokenizer: a `VQGANDecoder` that makes images of its tokens, which its class does not decode; None: none.
         body: the language model without its head; takes embeddings and returns hidden states after its last module, `norm`.
         vocab, grid: number V of image tokens; rows and columns.
         ids: int64 `[V]`, the image tokens in the vocabulary of text; None if they are the first of it.
@@ -124,6 +125,7 @@ class ImageLanguageModel:
     ids: Tensor | None = None
     codebook: Tensor | None = None
     forced: Tensor | None = None
+    vision_tokenizer: Any = None
     low_res: Any = None
     most_positions: int | None = None
     _head: Callable[[Tensor], Tensor] | None = None
@@ -166,9 +168,23 @@ class ImageLanguageModel:
         """Tokenize prompts, and negative prompts."""
         raise NotImplementedError
 
+    def decode_by(self, vision_tokenizer: Any, codes: int) -> None:
+        """Let a `VQGANDecoder`, which must have this number of codes, make images of the tokens; None: they are returned."""
+        if vision_tokenizer is None:
+            return
+        found = vision_tokenizer.codebook
+        if len(found) != codes:
+            raise ValueError(f"vision_tokenizer must have the {codes} codes of the model's image tokens, got {len(found)}")
+        self.vision_tokenizer, self.has_pixels, self.codebook = vision_tokenizer, True, found.float()
+
     def decode_pixels(self, tokens: Tensor) -> Tensor:
         """Images float `[B, 3, height, width]` in [0, 1] of tokens `[B, N]`, if `has_pixels`."""
-        raise NotImplementedError
+        pixels = self.vision_tokenizer.decode(self.image_codes(tokens))
+        return (pixels.float() / 2 + 0.5).clamp(0, 1)
+
+    def image_codes(self, tokens: Tensor) -> Tensor:
+        """The codes `[B, rows, columns]` of an image among its tokens `[B, N]`."""
+        return tokens.unflatten(1, self.grid)
 
     @property
     def default_sampling(self) -> dict[str, Any]:

@@ -107,13 +107,18 @@ class CausalLanguageModel(ImageLanguageModel):
 
 
 class Liquid(CausalLanguageModel):
-    """Liquid 7B (arXiv 2412.04332): Gemma with 8,192 image tokens of Chameleon's tokenizer."""
+    """Liquid 7B (arXiv 2412.04332): Gemma with 8,192 image tokens of Chameleon's tokenizer, `vision_tokenizer`."""
 
     class_name, name, marks = "GemmaForCausalLM", "Liquid", ("<boi>", "<unconditional>")
     codes, published_size = 8192, (32, 32)
     prompt_format = negative_format = "{} Generate an image based on this description.<boi>"
     blank = "<unconditional><boi>"
     guidance_scale, temperature, top_k, top_p = 7.0, 0.99, 4096, 0.96
+    options: tuple[str, ...] = ("size", "vision_tokenizer")
+
+    def __init__(self, model: Any, tokenizer: Any = None, size: tuple[int, int] | None = None, vision_tokenizer: Any = None):
+        super().__init__(model, tokenizer, size)
+        self.decode_by(vision_tokenizer, self.vocab)
 
 
 class SimpleAR(CausalLanguageModel):

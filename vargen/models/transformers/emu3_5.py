@@ -30,7 +30,7 @@ class Emu35(CausalLanguageModel):
 
     Args:
         size: rows and columns of the image in tokens of 16 x 16 pixels.
-        vision_tokenizer: an `IBQDecoder`, which makes images of its tokens; None: tokens are returned.
+        vision_tokenizer: see `ImageLanguageModel`.
     """
 
     class_name, name, marks = "Qwen3ForCausalLM", "Emu3.5", ("<|image start|>", "<|visual token 000000|>", *_ENDS)
@@ -58,15 +58,10 @@ class Emu35(CausalLanguageModel):
         forced[:, -1] = codes
         forced[-1, -1] = codes + 1
         self.forced = forced.flatten()
-        self.vision_tokenizer, self.has_pixels = vision_tokenizer, vision_tokenizer is not None
-        if vision_tokenizer is not None:
-            self.codebook = self._make_codebook(vision_tokenizer.codebook.float())
-
-    def _make_codebook(self, codes: Tensor) -> Tensor:
-        if len(codes) != (expected := self.vocab - len(_ENDS)):
-            raise ValueError(f"vision_tokenizer must have the {expected} codes of the model's image tokens, got {len(codes)}")
-        far = torch.tensor([[1e4], [2e4]], device=codes.device).expand(-1, codes.shape[1])  # the ends are like no token
-        return torch.cat([codes, far])
+        self.decode_by(vision_tokenizer, codes)
+        if self.codebook is not None:
+            far = torch.tensor([[1e4], [2e4]], device=self.codebook.device)  # the ends are like no token
+            self.codebook = torch.cat([self.codebook, far.expand(-1, self.codebook.shape[1])])
 
     @property
     def head_rows(self) -> slice:
@@ -75,6 +70,5 @@ class Emu35(CausalLanguageModel):
     def head(self, hidden: Tensor) -> Tensor:
         return F.pad(super().head(hidden), (0, len(_ENDS)))  # whose logits are never read: they are forced, or excluded
 
-    def decode_pixels(self, tokens: Tensor) -> Tensor:
-        pixels = self.vision_tokenizer.decode(tokens.unflatten(1, self.grid)[..., :-1])
-        return (pixels.float() / 2 + 0.5).clamp(0, 1)
+    def image_codes(self, tokens: Tensor) -> Tensor:
+        return super().image_codes(tokens)[..., :-1]

@@ -146,16 +146,18 @@ class Emu3(ImageLanguageModel):
 class Chameleon(ImageLanguageModel):
     """Chameleon and models of its class, such as Anole (`ChameleonForConditionalGeneration`): a slice of the vocabulary.
 
-    transformers masks image tokens in its own `generate`, and has no decoder for them: the tokens are returned. Unconditional
-    rows, for a guidance scale other than 1, begin at the token that starts the image, as in Lumina-mGPT (arXiv 2408.02657).
+    transformers masks image tokens in its own `generate`, and has no decoder for them: without `vision_tokenizer`, that of the
+    official files (`vqgan.ckpt`), the tokens are returned. Unconditional rows, for a guidance scale other than 1, begin at the
+    token that starts the image, as in Lumina-mGPT (arXiv 2408.02657).
     """
 
     class_name, since, processor_name = "ChameleonForConditionalGeneration", "4.53", "ChameleonProcessor"
     stored = NetworkKind(class_name, "chameleon", {"vq_config": "ChameleonVQVAEConfig"})
     tokenizer_names, image_processor_name = ("LlamaTokenizerFast", "PreTrainedTokenizerFast"), "ChameleonImageProcessor"
     has_pixels = has_generate = False
+    options = ("vision_tokenizer",)
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, vision_tokenizer: Any = None):
         super().__init__(model)
         self.body = model.model
         mapping, vq = model.model.vocabulary_mapping, model.config.vq_config
@@ -163,6 +165,7 @@ class Chameleon(ImageLanguageModel):
         self.ids = torch.tensor([mapping.img2bpe[number] for number in sorted(mapping.img2bpe)], device=self.device)
         self.vocab, self.grid = len(self.ids), (side, side)
         self.codebook = read_weight(model.model.vqmodel.quantize.embedding).detach()
+        self.decode_by(vision_tokenizer, self.vocab)
 
     def encode_prompts(self, processor: Any, prompts: list[str], negative: list[str] | None) -> PromptRows:
         tokenizer, start = processor.tokenizer, processor.image_start_token_id

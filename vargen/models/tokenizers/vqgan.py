@@ -1,15 +1,15 @@
-"""The decoder of an IBQ image tokenizer, that of Emu3.5: tokens of a large codebook to pixels.
+"""The decoder of a VQGAN image tokenizer: of Chameleon and Liquid, and of Emu3.5, whose IBQ has a large codebook.
 
-Source: Shi et al. 2024, "Scalable Image Tokenization with Index Backpropagation Quantization" (arXiv 2412.02692). Only the
-training of the codebook differs from VQGAN; codes are not normalized. Parameter names are the official ones. All sizes follow
-from the weights, so that no configuration is read. The encoder of the file is left out.
+Sources: Esser et al. 2021, "Taming Transformers" (arXiv 2012.09841); Shi et al. 2024, "Scalable Image Tokenization with Index
+Backpropagation Quantization" (arXiv 2412.02692), which trains the codebook in another way. Codes are not normalized. Parameter
+names are the official ones. All sizes follow from the weights, so that no configuration is read. The encoder is left out.
 
 Shape suffixes: B batch, Y/X pixel rows and columns, R/G grid rows and columns, V codes, E code dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from vargen.folders.networks import SkipInit
 from vargen.models.tokenizers.blocks import VQDecoder, VQParameterNames
 from vargen.values import one_line
-from vargen.weight_files import WeightHeader, find_weight_files, list_shapes, read_headers, validate_weights
+from vargen.weight_files import find_weight_files, list_shapes, read_headers, validate_weights
 
 _NAMING = VQParameterNames("down", "up", "block", ("block_1", "attn_1", "block_2"), finest_first=True)
-_PARTS = ("quantize.", "post_quant_conv.", "decoder.")
+DECODER_PARTS = ("quantize.", "post_quant_conv.", "decoder.")
 _MOST = 32  # levels, and blocks of one
 
 
-class IBQDecoder(ModelMixin):
+class VQGANDecoder(ModelMixin):
     """Codebook and decoder.
 
     Args:
@@ -61,14 +61,14 @@ class IBQDecoder(ModelMixin):
         return self.decoder(self.post_quant_conv(codes.movedim(-1, 1)))
 
     def save(self, folder: Path) -> None:
-        """Write a folder that `StoredIBQ` reads."""
+        """Write a folder that `StoredVQGAN` reads."""
         folder.mkdir(exist_ok=True)
         state = {name: value.contiguous() for name, value in self.state_dict().items()}
         save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
-class StoredIBQ:
-    """An IBQ tokenizer in a folder, by the headers of `model.safetensors` or its shards; no weights were read.
+class StoredVQGAN:
+    """A VQGAN tokenizer in a folder, by the headers of `model.safetensors` or its shards; no weights were read.
 
     Attributes:
         network: its decoder, without memory, in evaluation mode.
@@ -78,18 +78,17 @@ class StoredIBQ:
     """
 
     def __init__(self, folder: Path):
-        self.folder = folder
         header, places = read_headers(find_weight_files(folder, "model"))
-        header = {name: info for name, info in header.items() if name.startswith(_PARTS)}
+        header = {name: info for name, info in header.items() if name.startswith(DECODER_PARTS)}
         self._files = {name: places[name] for name in header}
         try:
             with torch.device("meta"), SkipInit():
-                self.network = IBQDecoder(**_find_sizes(header)).eval()
+                self.network = VQGANDecoder(**find_sizes(list_shapes(header))).eval()
         except (KeyError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{folder} does not hold an IBQ image tokenizer: {one_line(error)}") from error
+            raise ValueError(f"{folder} does not hold a VQGAN image tokenizer: {one_line(error)}") from error
         validate_weights(header, list_shapes(self.network.state_dict()), str(folder))
 
-    def load(self) -> IBQDecoder:
+    def load(self) -> VQGANDecoder:
         """Read the weights, in the dtype in which they are stored."""
         state: dict[str, Tensor] = {}
         for file in sorted(set(self._files.values())):
@@ -99,16 +98,16 @@ class StoredIBQ:
         return self.network
 
 
-def _find_sizes(header: WeightHeader) -> dict[str, Any]:
-    """Return the arguments of `IBQDecoder`."""
+def find_sizes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Return the arguments of `VQGANDecoder` for the shapes of its tensors. KeyError for one that is missing, ValueError."""
 
-    def size(name: str, dims: int) -> tuple[int, ...]:
-        if len(shape := header[name].shape) != dims:
+    def size(name: str, dims: int) -> Sequence[int]:
+        if len(shape := shapes[name]) != dims:
             raise ValueError(f"its {name} is {list(shape)}")
         return shape
 
     def count(prefix: str) -> int:
-        found = len({name.removeprefix(prefix).partition(".")[0] for name in header if name.startswith(prefix)})
+        found = len({name.removeprefix(prefix).partition(".")[0] for name in shapes if name.startswith(prefix)})
         if not 1 <= found <= _MOST:
             raise ValueError(f"it has {found} parts {prefix}0 and on, and 1 to {_MOST} are allowed")
         return found
@@ -120,5 +119,5 @@ def _find_sizes(header: WeightHeader) -> dict[str, Any]:
         "z_channels": size("post_quant_conv.weight", 4)[0],
         "widths": [size(f"decoder.up.{level}.block.0.conv1.weight", 4)[0] for level in range(levels)],
         "blocks": count("decoder.up.0.block.") - 1,
-        "attention": [levels - 1 - level for level in range(levels) if f"decoder.up.{level}.attn.0.norm.weight" in header],
+        "attention": [levels - 1 - level for level in range(levels) if f"decoder.up.{level}.attn.0.norm.weight" in shapes],
     }
