@@ -75,6 +75,9 @@ class Emu35(CausalLanguageModel):
     def head(self, hidden: Tensor) -> Tensor:
         return F.pad(super().head(hidden), (0, len(_ENDS)))  # whose logits are never read: they are forced, or excluded
 
+    def head_layers(self) -> list[tuple[Tensor, Tensor | None]]:
+        return [(self.model.get_output_embeddings().weight.detach()[self.ids], None)]
+
     def decode_pixels(self, tokens: Tensor) -> Tensor:
         pixels = self.vision_tokenizer.decode(tokens.unflatten(1, self.grid)[..., :-1])
         return (pixels.float() / 2 + 0.5).clamp(0, 1)
