@@ -21,6 +21,7 @@ from vargen.kernels.int8.steps import (
     i32,
     i64,
     largest,
+    norm,
 )
 from vargen.kernels.int8.vector import LANES, WIDTH, bits_of_float, float_of_bits, make_dot
 
@@ -42,12 +43,16 @@ def put_value(v, slot, j, number):
 
 
 @njit(**INNER)
-def write_tokens(slots, layer, r, first, buffers, stride, channel_scale, biases, rotary, cells, sharpness, unit, T, H):
+def write_tokens(
+    slots, layer, r, first, buffers, stride, channel_scale, biases, inner, eps, rotary, cells, sharpness, unit, T, H
+):  # fmt: skip
     """Quantize the queries, keys and values of row r of a pass; write keys and values to the slots from `first` on.
 
     Args:
         stride: columns of the product of all tokens, `buffers.sums`: queries, keys, values.
         biases: float32 `[L, >= columns]`, of which those of `layer` are added; None: none.
+        inner, eps: float32 `[2 L, K]`, RMS norms of the queries and of the keys of each head, before they are rotated, and what
+            they add to the variance; `[0, K]` or None: none.
         rotary, cells: float32 `[N, K/2, 2]` and int64 `[R, T]`, factors that rotate queries and keys by the cell of the grid,
             and the cells; None: nothing rotates them.
         sharpness: float32 `[L, H]`, factors of the scores; None: the root of 1/K.
@@ -69,6 +74,8 @@ def write_tokens(slots, layer, r, first, buffers, stride, channel_scale, biases,
                 row[j] += biases[layer, j]
         for h in range(H + 2 * G):
             part = row[h * K : (h + 1) * K]  # by consecutive places from 0, loops over which LLVM vectorizes
+            if inner is not None and len(inner) and h < H + G:
+                norm(part, inner[2 * layer + (h >= H)], None, eps, part)
             if rotary is not None and h < H + G:
                 cell = cells[r, t]
                 for j in range(K // 2):

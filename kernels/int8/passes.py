@@ -41,8 +41,8 @@ _EPS = 1e-6  # of layer norms
 
 @njit(**INNER)
 def _run_layers(
-    layers, slots, buffers, x, T, H, F, norms, outer, eps, modulation, biases, sharpness, unit, rotary, cells, place, most,
-    reach, ancestors,
+    layers, slots, buffers, x, T, H, F, norms, outer, inner, eps, modulation, biases, sharpness, unit, rotary, cells, place,
+    most, reach, ancestors,
 ):  # fmt: skip
     """Run all layers over `x [R T, D]`, which becomes the last residual.
 
@@ -52,6 +52,7 @@ def _run_layers(
     Args:
         norms: float32 `[2 L, D]` or more, of RMS norms; `modulation` None.
         outer: float32 `[2 L, D]`, of RMS norms of what is added to the residual; None or `[0, D]`: none.
+        inner: float32 `[2 L, K]`, of RMS norms of queries and keys; None or `[0, K]`: none.
         eps: what norms add to the variance.
         modulation: see `run_scale_pass`; `norms` None.
         biases: float32 as `layers.scale`; None: none.
@@ -81,7 +82,8 @@ def _run_layers(
                 for r in range(len(reach)):
                     slot = place + (slots.length[r] if slots.length[r] < most else most)
                     write_tokens(
-                        slots, layer, r, slot, buffers, columns, channels, biases, rotary, cells, sharpness, unit, T, H
+                        slots, layer, r, slot, buffers, columns, channels, biases, inner, eps, rotary, cells, sharpness, unit,
+                        T, H,
                     )  # fmt: skip
                     attend_slots(slots, layer, r, slot, reach, ancestors, buffers, T, H)
                 for m in range(M):
@@ -164,8 +166,8 @@ def run_token_pass(weights, slots, buffers, tokens, positions, ancestors, guidan
             for d in range(D):
                 x[r * T + t, d] = weights.embedding[tokens[r % len(tokens), t], d]
     _run_layers(
-        weights.layers, slots, buffers, x, T, weights.sizes[0], weights.sizes[1], weights.norms, None, weights.eps, None, None,
-        None, False, weights.rotary, cells, slots.bias.shape[1], last + 1, reach, ancestors,
+        weights.layers, slots, buffers, x, T, weights.sizes[0], weights.sizes[1], weights.norms, None, None, weights.eps, None,
+        None, None, False, weights.rotary, cells, slots.bias.shape[1], last + 1, reach, ancestors,
     )  # fmt: skip
     for r in range(R):
         for t in range(T):
@@ -218,6 +220,7 @@ class LanguageWeights(NamedTuple):
     bias: Annotated[np.ndarray, "float32 [L, N]"]  # of queries, keys and values; as `layers.scale`
     norms: Annotated[np.ndarray, "float32 [2 L + 1, D]"]
     outer: Annotated[np.ndarray, "float32 [2 L, D]"]  # norms of what layers add, or [0, D]
+    inner: Annotated[np.ndarray, "float32 [2 L, K]"]  # norms of queries and keys, or [0, K]
     eps: float
 
 
@@ -243,8 +246,8 @@ def run_language_pass(weights, slots, buffers, states, rotary, reach, ancestors,
         for t in range(T):
             cells[r, t] = r * T + t
     _run_layers(
-        weights.layers, slots, buffers, x, T, weights.sizes[0], weights.sizes[1], weights.norms, weights.outer, weights.eps,
-        None, weights.bias, None, False, rotary, cells, place, most, reach, ancestors,
+        weights.layers, slots, buffers, x, T, weights.sizes[0], weights.sizes[1], weights.norms, weights.outer, weights.inner,
+        weights.eps, None, weights.bias, None, False, rotary, cells, place, most, reach, ancestors,
     )  # fmt: skip
     for r in range(R):
         for t in range(T):
@@ -322,8 +325,8 @@ def run_scale_pass(weights, slots, buffers, states, modulation, last_modulation,
     R, T, D = states.shape
     n, x = features.shape[1], states.reshape(R * T, D)
     _run_layers(
-        weights.layers, slots, buffers, x, T, slots.k.shape[2], weights.sizes[0], None, None, _EPS, modulation, weights.bias,
-        weights.sharpness, weights.sizes[1], None, None, place, 0, reach, None,
+        weights.layers, slots, buffers, x, T, slots.k.shape[2], weights.sizes[0], None, None, None, _EPS, modulation,
+        weights.bias, weights.sharpness, weights.sizes[1], None, None, place, 0, reach, None,
     )  # fmt: skip
     for r in range(R):
         for t in range(n):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from generate_cases import make_case
 from int8_passes import BACKENDS, compiled_code
 from low_rank import LowRank
-from tiny_language_models import has_release, make_chameleon, make_emu3, make_glm, make_janus, needs_janus
+from tiny_language_models import has_release, make_causal, make_chameleon, make_emu3, make_glm, make_janus, needs_janus
 
 import vargen
 from vargen.decoding import Sampling, Tree, decode
@@ -34,6 +35,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "janus wide": (make_janus, {"hidden_size": 40, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 24}, {}),
     "emu3": (make_emu3, {}, {"size": (4, 5)}),
     "glm-image": (make_glm, {"attention_bias": True}, {"size": (2, 3)}),
+    "emu3.5": (partial(make_causal, "emu3.5"), {}, {"size": (4, 5)}),
     "glm-image half": (make_glm, {"head_dim": 16, "rope_parameters": ROPE}, {"size": (2, 3)}),
 }
 
@@ -46,7 +48,7 @@ class Case:
         if not has_release(name.split()[0]):
             pytest.skip(f"{name} came with a newer transformers")
         self.model, self.processor = make(seed=1, **sizes)
-        self.described = describe_language_model(self.model, **self.options)
+        self.described = describe_language_model(self.model, self.processor, **self.options)
         self.scale = 3.0 if self.described.guided else 1.0
         compiled_code(LANGUAGE_PASS)
         self.parts = {"compiled": self._quantize()}

@@ -70,5 +70,8 @@ class Emu35(CausalLanguageModel):
     def head(self, hidden: Tensor) -> Tensor:
         return F.pad(super().head(hidden), (0, len(_ENDS)))  # whose logits are never read: they are forced, or excluded
 
+    def head_layers(self) -> list[tuple[Tensor, Tensor | None]]:
+        return [(self.model.get_output_embeddings().weight.detach()[self.ids], None)]
+
     def image_codes(self, tokens: Tensor) -> Tensor:
         return super().image_codes(tokens)[..., :-1]

@@ -1,8 +1,9 @@
 """Language models of transformers with 8-bit integer products on a CPU: Llama-like layers, by compiled passes or by operators.
 
 Each layer has RMS norms, rotary positions of halves, grouped-query attention and SwiGLU, as those of Janus-Pro (Llama), Emu3
-and GLM-Image. Matrices are quantized one layer after the other. The bits of a row depend neither on the batch nor on the number
-of tokens of a pass; see `vargen.kernels.int8.arithmetic`.
+and GLM-Image; queries and keys of each head may have RMS norms, as those of Emu3.5. Matrices are quantized one layer after the
+other. The bits of a row depend neither on the batch nor on the number of tokens of a pass; see
+`vargen.kernels.int8.arithmetic`.
 
 Shape suffixes: R rows, P prompt tokens, T tokens of a pass, D width, F hidden width, H query heads, G key heads, K head width,
 L layers, S positions, V image tokens, N outputs and C inputs of a matrix.
@@ -40,6 +41,7 @@ MOST_POSITIONS = 16384  # of prompt and image together: the precision of values 
 _PARTS = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")
 _GATES = ("mlp.gate_up_proj.weight",), ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 _NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
+_INNER_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 _OUTER_NORMS = ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
 
 
@@ -63,7 +65,8 @@ def quantize_layers(described: ImageLanguageModel) -> Int8Network:
 
 def validate_layers(body: Any) -> None:
     """Raise ValueError unless the layers of a network have the form that 8-bit passes compute; weights are not read."""
-    config, known = body.config.get_text_config(), {*_NORMS, *_OUTER_NORMS, "self_attn.o_proj.weight", "mlp.down_proj.weight"}
+    config, known = body.config.get_text_config(), {*_NORMS, *_OUTER_NORMS, *_INNER_NORMS}
+    known |= {"self_attn.o_proj.weight", "mlp.down_proj.weight"}
     known |= {f"{part}{each}" for part in _PARTS for each in ("weight", "bias")} | {*_GATES[0], *_GATES[1]}
     for layer in body.layers:
         other = sorted(set(layer.state_dict()) - known)
@@ -151,6 +154,7 @@ class Int8Network:
 
     def _make_layer(self, weights: Mapping[str, Tensor]) -> Layer:
         order = _interleave_halves(self.rotated, self.head_dim)
+        inner = [weights[name].detach().float()[order] for name in _INNER_NORMS if name in weights]
         parts, biases = [], []
         for part, heads in zip(_PARTS, (self.heads, self.key_heads, self.key_heads), strict=True):
             rows = torch.arange(heads * self.head_dim)
@@ -172,7 +176,7 @@ class Int8Network:
         norms, outer = (
             [weights[name].detach().float() for name in names if name in weights] for names in (_NORMS, _OUTER_NORMS)
         )
-        return Layer(products, norms, outer)
+        return Layer(products, norms, outer, inner)
 
     def select(self, layers: Sequence[int]) -> Int8Network:
         """Return the network with some of its layers, by number, whose weights it shares."""
@@ -235,12 +239,14 @@ class Int8Network:
             for row, layer in zip(bias, self.layers, strict=True):
                 row[: len(layer.products[0].bias)] = layer.products[0].bias.numpy()
             outer = [as_array(norm) for layer in self.layers for norm in layer.outer]
+            inner = [as_array(norm) for layer in self.layers for norm in layer.inner]
             self._weights = self.compiled.LanguageWeights(
                 sizes=np.array([self.heads, self.hidden]),
                 layers=layers,
                 bias=bias,
                 norms=np.stack([*(as_array(norm) for layer in self.layers for norm in layer.norms), as_array(self.norm)]),
                 outer=np.stack(outer) if outer else np.zeros((0, self.width), np.float32),
+                inner=np.stack(inner) if inner else np.zeros((0, self.head_dim), np.float32),
                 eps=self.eps,
             )
         return self._weights
@@ -267,8 +273,10 @@ class Int8Network:
         for number, layer in enumerate(self.layers):
             project, out, gates, down = layer.products
             qkv = project(exact_rms_norm(x, layer.norms[0], self.eps)).unflatten(-1, (-1, self.head_dim))
-            qk, v = qkv.split([self.heads + self.key_heads, self.key_heads], dim=2)
-            q, k = rotate_pairs(qk, rotary).split([self.heads, self.key_heads], dim=2)
+            q, k, v = qkv.split([self.heads, self.key_heads, self.key_heads], dim=2)
+            if layer.inner:
+                q, k = (exact_rms_norm(each, norm, self.eps) for each, norm in zip((q, k), layer.inner, strict=True))
+            q, k = rotate_pairs(torch.cat([q, k], 2), rotary).split([self.heads, self.key_heads], dim=2)
             cache.write(number, slots, k, v)
             attended = attend_int8(q, *cache.view(number, bias.shape[-1]), bias)
             x = x + self._add_norm(out(attended.flatten(2)), layer, 0)
@@ -286,6 +294,7 @@ class Layer(NamedTuple):
     products: list[Int8Product]  # queries, keys and values; output of attention; gate and up; down
     norms: list[Tensor]  # of the inputs of attention and feed-forward
     outer: list[Tensor]  # of their outputs, or none
+    inner: list[Tensor]  # of queries and keys, float32 `[K]`, or none
 
 
 class Int8PromptCache(Int8Cache):
