@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -81,7 +82,7 @@ class HeliosVideoPipeline:
         for part, names in _COMMON.items() if drafter is not None else ():
             for name in names:
                 own, other = (getattr(pipe, part).config[name] for pipe in (target, drafter))
-                if own != other:
+                if np.any(np.asarray(own) != np.asarray(other)):  # of lists and tuples alike
                     raise ValueError(
                         f"draft_model must have the target's {name} of the {part}, {short_repr(own)}, got {short_repr(other)}"
                     )
@@ -120,7 +121,8 @@ class HeliosVideoPipeline:
             scorer: scores drafts; a method that needs one has no default. See `CausalVideoPipeline.resolve_frame_scorer`.
             generator: noise of the target, which consumes it block by block, as its own call does; a draft consumes nothing. So
                 the noise of a block depends on how many blocks the target generated before. Drafts have noise of their own,
-                which depends on the state of the generator here and the number of the block. None: a new one.
+                which depends on the state of the generator here and the number of the block. None: a new one. `stats.seed` is
+                its seed if it was unused, and then gives the video again.
             draft_options: options of the drafter, such as `guidance_scale`. Default: diffusers', or, for a distilled drafter,
                 no guidance and [2, 2, 2] steps.
             callback: called with a `BlockProgress` after every step; returning False ends the video. Passes are calls of the

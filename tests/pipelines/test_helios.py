@@ -12,7 +12,9 @@ import torch
 from PIL import Image
 from rejects import rejects
 from tiny_families import brightness
-from tiny_helios import SIZE, make_base, make_distilled, make_mid, noise
+from tiny_helios import SIZE, AutoencoderKLWan, make_base, make_distilled, make_mid, noise
+from tiny_video import randomised
+from tiny_wan import VAE
 
 import vargen
 from vargen.decoding import SingleModel, Stride, VideoMethod
@@ -239,6 +241,13 @@ def test_pipelines_that_do_not_fit_are_refused(base: Any) -> None:
     rejects(lambda: vargen.accelerate(drafter), "text_encoder", ValueError)
     rejects(lambda: vargen.accelerate(base, draft_model=base.transformer), "draft_model", TypeError)
     rejects(lambda: vargen.accelerate(base, draft_model=make_distilled(text_dim=8)), "text_dim", ValueError)
+    rejects(
+        lambda: vargen.accelerate(base, draft_model=make_distilled(in_channels=8, out_channels=8)), "in_channels", ValueError
+    )
+    lists = randomised(AutoencoderKLWan.from_config({**base.vae.config, "latents_mean": list(base.vae.config.latents_mean)}), 3)
+    assert vargen.accelerate(base, draft_model=make_distilled(lists)).drafter is not None
+    other = randomised(AutoencoderKLWan(**VAE, latents_mean=[0.5] * 16), 3)
+    rejects(lambda: vargen.accelerate(base, draft_model=make_distilled(other)), "latents_mean", ValueError)
     rejects(lambda: vargen.accelerate(base, base.tokenizer), "processor", ValueError)
     rejects(lambda: vargen.accelerate(base, size=(2, 2)), "size", ValueError)
     alone = vargen.accelerate(base)

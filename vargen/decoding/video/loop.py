@@ -83,7 +83,7 @@ class BlockStream(Iterator[VideoBlock]):
         model: the target, with the small model as its `draft_model`.
         condition: passed to `start` of both models.
         seed: seed of all noise. The noise of a block depends only on seed, block and step, so no decision changes the noise of
-            later blocks.
+            later blocks; a model with a `generator_class` may use other noise.
         method: the name of a preset, or a `VideoMethod`.
         decoder: decodes the returned frames.
         preview: a cheaper decoder for the frames that are scored.
