@@ -9,11 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_language_models import has_release, make_causal, make_chameleon, make_emu3, make_glm, make_janus, make_vqgan
+from tiny_language_models import (
+    has_release,
+    make_causal,
+    make_chameleon,
+    make_emu3,
+    make_glm,
+    make_janus,
+    make_mammoth_moda2,
+    make_vqgan,
+)
 from tiny_models import class_pipeline, class_var_pipeline, infinity_pipeline
 
 import vargen
 from vargen.compat import installed_version
+from vargen.decoding import PRESETS
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 BEGIN, END = "<!-- by tests/pipelines/test_methods_of_models.py -->\n", "<!-- end -->\n"
@@ -37,32 +47,56 @@ MODELS = {
         partial(class_var_pipeline, draft=False),
         partial(infinity_pipeline, draft=False),
     ),
-    "Janus, Chameleon, Emu3, Emu3.5": (
+    "Janus, Chameleon, Emu3, Emu3.5, Liquid": (
         partial(language_model, make_janus),
         partial(language_model, make_chameleon),
         partial(language_model, make_emu3, size=(4, 5)),
         partial(language_model, partial(make_causal, "emu3.5"), size=(3, 4), vision_tokenizer=make_vqgan()),
+        partial(language_model, partial(make_causal, "liquid"), size=(9, 9), vision_tokenizer=make_vqgan()),
     ),
     "GLM-Image": (partial(language_model, make_glm, size=(2, 3)),),
-    "Liquid, SimpleAR, Tar": tuple(
-        partial(language_model, partial(make_causal, name), size=(9, 9)) for name in ("liquid", "simplear", "tar")
+    "SimpleAR, Tar": tuple(partial(language_model, partial(make_causal, name), size=(9, 9)) for name in ("simplear", "tar")),
+    "MammothModa2, X-Omni": (
+        partial(language_model, make_mammoth_moda2, size=(3, 4)),
+        partial(language_model, partial(make_causal, "x-omni"), size=(3, 4)),
     ),
 }
 RUNS_HERE = {
-    "Janus, Chameleon, Emu3, Emu3.5": has_release("janus", "chameleon", "emu3"),
-    "Liquid, SimpleAR, Tar": has_release("emu3"),
+    "Janus, Chameleon, Emu3, Emu3.5, Liquid": has_release("janus", "chameleon", "emu3"),
+    "SimpleAR, Tar": has_release("emu3"),
+    "MammothModa2, X-Omni": has_release("mammoth-moda2", "x-omni"),
     "GLM-Image": (installed_version("transformers") or "0") >= "5",
 }
 
 
-def describe(pipe: Any, reason: str | None) -> str:
-    """What the table says of a method."""
+def describe(pipe: Any, name: str, reason: str | None) -> str:
+    """What the table says of a method: also where a second part is missing that a user cannot add."""
     if reason is None:
         return "yes"
     missing = next(missing for words, missing in MISSING.items() if words in reason)
-    if missing == "codebook":
-        return "no"
-    return "no" if missing == "low-resolution model" and "low_res" not in pipe.family.components else f"with a {missing}"
+    cannot = missing == "codebook"
+    if missing == "low-resolution model":
+        cannot = "low_res" not in pipe.family.components
+    if missing == "trained head":
+        cannot = needs_codebook(pipe, name) or refuses_heads(pipe)
+    return "no" if cannot else f"with a {missing}"
+
+
+def needs_codebook(pipe: Any, name: str) -> bool:
+    """Whether the acceptance rule of a method needs a codebook that a pipeline lacks."""
+    try:
+        PRESETS[name].acceptance.bind(pipe.decoding_model())
+    except ValueError as error:
+        return "codebook" in str(error)
+    return False
+
+
+def refuses_heads(pipe: Any) -> bool:
+    """Whether no head can be trained for a model."""
+    try:
+        return hasattr(pipe, "language_model") and not pipe.language_model.head_settings
+    except ValueError:
+        return True
 
 
 def describe_methods(makers: Iterable[Any]) -> dict[str, str]:
@@ -70,7 +104,7 @@ def describe_methods(makers: Iterable[Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for pipe in (make() for make in makers):
         for method in pipe.list_methods():
-            cell = describe(pipe, method.unsupported_reason)
+            cell = describe(pipe, method.name, method.unsupported_reason)
             assert found.setdefault(method.name, cell) == cell, method.name
     return found
 
