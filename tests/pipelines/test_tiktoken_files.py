@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import random
 import unicodedata
 from itertools import pairwise
@@ -144,3 +145,12 @@ def test_special_tokens_must_be_there_once(tmp_path: Path) -> None:
     (tmp_path / VISION_FILE).unlink()
     with pytest.raises(ValueError, match=f"{VISION_FILE} is missing"):
         read_tiktoken(tmp_path / TIKTOKEN_FILE)
+
+
+def test_errors_name_the_file_with_the_parts(tmp_path: Path) -> None:
+    """And not the vocabulary that is read beside it."""
+    content = {"model": {"type": "Markov", "vocab": {}}}
+    for name, text in (("tokenizer.json", json.dumps(content)), ("vocab.json", "{}"), ("merges.txt", "a b")):
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=r"tokenizer\.json has a model of type: 'Markov'"):
+        TokenizerFolder(tmp_path, "CLIPTokenizerFast")

@@ -102,9 +102,9 @@ class TokenizerFolder:
         self.folder, self.class_name = folder, class_name
         names = (_TOKENIZER_FILE, *_VOCABULARY_FILES.get(class_name.removesuffix("Fast"), ()))
         self._files: dict[str, Path | dict[str, Any]] = {}  # with the vocabulary, JSON as it was read
-        file = folder / _TOKENIZER_FILE
-        if class_name == "PreTrainedTokenizerFast" and not file.is_file() and (tiktoken := find_tiktoken(folder)) is not None:
-            self._files[_TOKENIZER_FILE], names, file = read_tiktoken(tiktoken), (), tiktoken
+        parts = folder / _TOKENIZER_FILE  # or what stands in for it
+        if class_name == "PreTrainedTokenizerFast" and not parts.is_file() and (tiktoken := find_tiktoken(folder)) is not None:
+            self._files[_TOKENIZER_FILE], names, parts = read_tiktoken(tiktoken), (), tiktoken
         elif not any((folder / name).is_file() for name in names):
             others = "".join(f", and so is {name}" for name in names[1:])
             raise ValueError(f"{folder / names[0]} is missing{others}; {INCOMPLETE}")
@@ -114,7 +114,7 @@ class TokenizerFolder:
                 if file.suffix != ".json" and not read_data(file, _MAX_BYTES).strip():
                     raise ValueError(f"{file} is empty and must hold a vocabulary; {INCOMPLETE}")
         if (content := self._files.get(_TOKENIZER_FILE)) is not None:
-            _validate_parts(content, file)
+            _validate_parts(content, parts)
         self._settings = _read_settings(folder)
 
     def load(self) -> Any:
