@@ -34,6 +34,7 @@ _OFFICIAL = {
     "zai-org/glm-image": "is a pipeline of diffusers; download it, copy its processor/ files into its vision_language_encoder/ "
     "folder, and open that folder",
     "foundationvision/llamagen": _CONVERT + "llamagen --transformer c2i_B_256.pt --vq vq_ds16_c2i.pt -o DIR",
+    "csuhan/ta-tok": _CONVERT + "llamagen --transformer ar_dtok_lp_512px.pth --vq vq_ds16_t2i.pt --ta-tok ta_tok.pth -o DIR",
     "foundationvision/var": _CONVERT + "var --transformer var_d16.pth --vae vae_ch160v4096z32.pth -o DIR",
     "gdhe17/self-forcing": _CONVERT + "causal-video --transformer checkpoints/self_forcing_dmd.pt "
     "--wan Wan2.1-T2V-1.3B-Diffusers -o DIR",
