@@ -15,6 +15,7 @@ from torch import Tensor
 
 import vargen
 from vargen.decoding import PRESETS, decode, list_methods
+from vargen.verify.whole_sequence import compute_pass_logits, compute_whole_logits
 
 pytestmark = [needs_janus, pytest.mark.skipif(not has_release("mammoth-moda2"), reason="needs a newer transformers")]
 PROMPTS = ["a red apple", "a blue car on the moon"]
@@ -117,6 +118,14 @@ def test_decoder_inputs_are_the_official_ids_and_states(pipe: Any) -> None:
         whole = torch.tensor([[*ids, pipe.processor.convert_tokens_to_ids("<|image end|>")]])
         expected = official_states(pipe.model, whole, torch.ones_like(whole))
         torch.testing.assert_close(found["last_hidden_states"][row, -whole.shape[1] :], expected[0], atol=1e-4, rtol=1e-4)
+
+
+def test_passes_equal_one_over_prompt_and_image(pipe: Any) -> None:
+    """As `vargen check` compares them."""
+    model, condition = pipe.decoding_model(1.0), pipe.encode_condition(PROMPTS)[0]
+    tokens = decode(model, condition, torch.arange(2), "ar").tokens
+    whole, passes = (compute(model, condition, tokens) for compute in (compute_whole_logits, compute_pass_logits))
+    torch.testing.assert_close(passes, whole, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", [each.name for each in list_methods("next-token") if not each.experimental])

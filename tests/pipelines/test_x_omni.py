@@ -14,6 +14,7 @@ from torch import Tensor
 
 import vargen
 from vargen.decoding import PRESETS, decode, list_methods
+from vargen.verify.whole_sequence import compute_pass_logits, compute_whole_logits
 
 pytestmark = [needs_janus, pytest.mark.skipif(not has_release("x-omni"), reason="needs a newer transformers")]
 PROMPTS = ["a red apple", "a blue car on the moon"]
@@ -54,6 +55,14 @@ def test_greedy_tokens_are_those_of_the_official_loop(pipe: Any, method: str) ->
         for token in tokens:
             assert token == int(official_logits(pipe.model, ids).argmax())
             ids = [*ids, pipe.processor.convert_tokens_to_ids(f"<MM-Token-{token}>")]
+
+
+def test_passes_equal_one_over_prompt_and_image(pipe: Any) -> None:
+    """As `vargen check` compares them."""
+    model, condition = pipe.decoding_model(1.0), pipe.encode_condition(PROMPTS)[0]
+    tokens = decode(model, condition, torch.arange(2), "ar").tokens
+    whole, passes = (compute(model, condition, tokens) for compute in (compute_whole_logits, compute_pass_logits))
+    torch.testing.assert_close(passes, whole, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", [each.name for each in list_methods("next-token") if not each.experimental])

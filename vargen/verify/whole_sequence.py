@@ -49,7 +49,7 @@ def _whole_text(model: TransformersTokenModel, condition: Any, tokens: Tensor) -
     rows = condition.join() if model.rows_per_image == 2 else condition
     ids, valid = rows.ids.to(device), rows.valid.to(device)
     (R, P), N = ids.shape, tokens.shape[1]
-    embeddings = torch.cat([known.model.get_input_embeddings()(ids), model.embed(tokens[:, :-1])], 1)
+    embeddings = known.embed_with_prompts(ids, model.guidance.repeat(tokens[:, :-1]))
     valid = F.pad(valid, (0, N - 1), value=True)
     text = known.prompt_positions((valid[:, :P].long().cumsum(1) - 1).clamp(min=0))
     index = torch.arange(N - 1, device=device).expand(R, -1)

@@ -138,6 +138,10 @@ class ImageLanguageModel:
         """Embeddings `[R, T, D]` of image tokens `[R, T]`."""
         return self.model.get_input_embeddings()(tokens if self.ids is None else self.ids[tokens])
 
+    def embed_with_prompts(self, prompts: Tensor, tokens: Tensor) -> Tensor:
+        """Embeddings of prompts, ids `[R, P]`, and of image tokens `[R, T]` behind them, for one pass over all."""
+        return torch.cat([self.model.get_input_embeddings()(prompts), self.embed(tokens)], 1)
+
     @property
     def head_rows(self) -> Tensor | slice:
         """Which outputs of the model's head are the image tokens."""

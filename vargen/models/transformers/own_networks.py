@@ -35,6 +35,10 @@ class MarkedLanguageModel(CausalLanguageModel):
         assert self.ids is not None
         return self.model.get_input_embeddings().embed_image_tokens(self.ids[tokens])
 
+    def embed_with_prompts(self, prompts: Tensor, tokens: Tensor) -> Tensor:
+        assert self.ids is not None
+        return self.model.get_input_embeddings()(torch.cat([prompts, self.ids[tokens]], 1))  # marked, all of them
+
     @property
     def head_rows(self) -> Tensor | slice:
         rows = super().head_rows
