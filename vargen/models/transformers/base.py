@@ -78,6 +78,13 @@ def validate_size(size: Any) -> tuple[int, int]:
     return numbers[0], numbers[1]  # type: ignore[return-value]
 
 
+def force_row_ends(grid: tuple[int, int], token: int) -> Tensor:
+    """Return `forced` of `ImageLanguageModel` for a grid whose rows all end with one token."""
+    forced = torch.full(grid, -1)
+    forced[:, -1] = token
+    return forced.flatten()
+
+
 class ImageLanguageModel:
     """What `TransformersTokenModel` needs to know about a model; one subclass per class of transformers.
 

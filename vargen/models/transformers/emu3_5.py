@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.folders.transformers_networks import NetworkKind
+from vargen.models.transformers.base import force_row_ends
 from vargen.models.transformers.causal import CausalLanguageModel
 
 # By the class that official folders name, what they hold.
@@ -54,10 +55,8 @@ class Emu35(CausalLanguageModel):
         self._codes = slice(first, first + codes)
         self.ids = torch.tensor([*range(first, first + codes), *ends], device=self.device)
         self.vocab, self.grid = codes + len(ends), (rows, columns + 1)
-        forced = torch.full(self.grid, -1)
-        forced[:, -1] = codes
-        forced[-1, -1] = codes + 1
-        self.forced = forced.flatten()
+        self.forced = force_row_ends(self.grid, codes)
+        self.forced[-1] = codes + 1
         self.decode_by(vision_tokenizer, codes)
         if self.codebook is not None:
             far = torch.tensor([[1e4], [2e4]], device=self.codebook.device)  # the ends are like no token

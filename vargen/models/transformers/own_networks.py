@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vargen.folders.json_files import expect
 from vargen.folders.transformers_networks import NetworkKind
-from vargen.models.transformers.base import PromptRows
+from vargen.models.transformers.base import PromptRows, force_row_ends
 from vargen.models.transformers.causal import CausalLanguageModel
 
 
@@ -153,9 +153,7 @@ class MammothModa2(MarkedLanguageModel):
         end_of_line, self.end_of_image = map(tokenizer.get_vocab().__getitem__, ("<|endofline|>", "<|image end|>"))
         self.ids = F.pad(self.ids, (0, 1), value=end_of_line)
         self.vocab, self.grid = len(self.ids), (self.size[0], self.size[1] + 1)
-        forced = torch.full(self.grid, -1)
-        forced[:, -1] = self.vocab - 1
-        self.forced = forced.flatten()
+        self.forced = force_row_ends(self.grid, self.vocab - 1)
 
     def find_ids(self, tokenizer: Any, embedded: int) -> tuple[int, int]:
         known = tokenizer.get_vocab().items()

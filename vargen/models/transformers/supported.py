@@ -18,7 +18,14 @@ from vargen.compat import installed_version
 from vargen.decoding import LowResModel
 from vargen.folders.transformers_networks import NetworkKind
 from vargen.models.storage import read_weight
-from vargen.models.transformers.base import ImageLanguageModel, PromptRows, pad_prompts, tokenize, validate_size
+from vargen.models.transformers.base import (
+    ImageLanguageModel,
+    PromptRows,
+    force_row_ends,
+    pad_prompts,
+    tokenize,
+    validate_size,
+)
 from vargen.models.transformers.causal import NETWORKS, CausalLanguageModel, Liquid, SimpleAR, Tar
 from vargen.models.transformers.emu3_5 import Emu35
 from vargen.models.transformers.own_networks import MammothModa2, XOmni
@@ -115,9 +122,7 @@ class Emu3(ImageLanguageModel):
         ids = [mapping.img2bpe[number] for number in sorted(mapping.img2bpe)]  # in the order of the codebook
         self.ids = torch.tensor([*ids, mapping.eol_token_id], device=self.device)
         self.vocab, self.grid = len(self.ids), (size[0], size[1] + 1)
-        forced = torch.full(self.grid, -1)
-        forced[:, -1] = self.vocab - 1
-        self.forced = forced.flatten()
+        self.forced = force_row_ends(self.grid, self.vocab - 1)
         codes = read_weight(model.model.vqmodel.quantize.embedding).detach().float()
         far = codes.new_full((1, codes.shape[1]), 1e4)  # the end of a row is like no token
         self.codebook = torch.cat([codes, far])
