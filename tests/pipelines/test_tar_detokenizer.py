@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from decoding_checks import run_or_refuse
 from torch import Tensor
 
 import vargen
 from vargen.convert import llamagen
 from vargen.convert.llamagen import convert_llamagen
 from vargen.convert.ta_tok import convert_ta_tok
-from vargen.decoding import PRESETS, decode, list_methods
+from vargen.decoding import list_methods
 from vargen.models.tokenizers.vq import VQModel
 
 SIDE, ROWS = 4, 9  # of the image's grid; condition rows, a square
@@ -170,14 +171,8 @@ def test_passes_equal_whole_sequences(pipe: Any) -> None:
 @pytest.mark.parametrize("name", [each.name for each in list_methods("next-token") if not each.experimental])
 def test_every_method_runs_or_says_why_not(pipe: Any, name: str) -> None:
     model, embeds = pipe.decoding_model(3.0), pipe.encode_semantic_tokens(torch.arange(ROWS)[None])
-    condition = pipe.encode_condition(prompt_embeds=embeds)[0]
-    if name in ("mulo", "mulo-exact", "speculative", "eagle", "medusa", "lantern"):
-        with pytest.raises(ValueError, match=r"resolution|draft|trained"):
-            decode(model, condition, torch.arange(1), PRESETS[name])
-        return
-    found = decode(model, condition, torch.arange(1), PRESETS[name]).tokens
-    if PRESETS[name].sequential_tokens:
-        assert torch.equal(found, decode(model, condition, torch.arange(1), "ar").tokens)
+    missing = ("mulo", "mulo-exact", "speculative", "eagle", "medusa", "lantern")
+    run_or_refuse(model, pipe.encode_condition(prompt_embeds=embeds)[0], name, missing)
 
 
 def test_wrong_inputs_are_named(pipe: Any, files: dict[str, Path], tmp_path: Path, transformer: dict[str, Tensor]) -> None:
