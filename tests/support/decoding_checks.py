@@ -13,11 +13,13 @@ from vargen.decoding import PRESETS, decode
 from vargen.verify.whole_sequence import compute_pass_logits, compute_whole_logits
 
 
-def run_or_refuse(model: Any, condition: Any, name: str, missing: Container[str]) -> Tensor | None:
+def run_or_refuse(
+    model: Any, condition: Any, name: str, missing: Container[str], reasons: str = r"resolution|draft|trained|codebook"
+) -> Tensor | None:
     """Tokens `[B, N]` by a method, which are those of `ar` if it promises that; None if it says that a part is missing."""
     images = torch.arange(len(condition))
     if name in missing:
-        with pytest.raises(ValueError, match=r"resolution|draft|trained|codebook"):
+        with pytest.raises(ValueError, match=reasons):
             decode(model, condition, images, PRESETS[name])
         return None
     found = decode(model, condition, images, PRESETS[name]).tokens
